@@ -1,0 +1,198 @@
+"""`phalanx` and its verbs; each imports what it needs inside its verb, so that none pays for another."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import select
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from app.settings import Settings, add_flags, environ, load
+from workers import launch
+from workers.errors import StartError
+
+if TYPE_CHECKING:
+    from app.dispatcher import Group
+
+log = logging.getLogger("app")
+
+CPU_RANKS = 2  # where there is no GPU and nobody said how many
+STOP_GRACE = 10.0  # seconds over the drain for a child to end
+CURL_EXAMPLE = 2000  # bytes of an example that still make a command line to copy
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse the command line and run its verb; the exit code."""
+    parser = argparse.ArgumentParser(prog="phalanx", description="Batched inference over all ranks of one host.")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    helps = {
+        "serve": "the front end and a worker group, until Ctrl-C",
+        "app": "the front end alone",
+        "workers": "a worker group alone",
+        "check": "load the model on every rank, run its example once, say what came out",
+    }
+    for verb, text in helps.items():
+        sub = verbs.add_parser(verb, help=text, description=text)
+        if verb != "app":
+            sub.add_argument("model", nargs="?" if verb != "check" else None, default=argparse.SUPPRESS, metavar="MODEL")
+        add_flags(sub, [name for name in Settings.model_fields if name != "model" or verb == "app"])
+    flags = vars(parser.parse_args(argv))
+    verb = flags.pop("verb")
+    try:
+        settings = load(flags)
+        logging.basicConfig(
+            stream=sys.stdout,
+            level=settings.log_level.upper(),
+            format=f"%(asctime)s %(levelname)s {verb}: %(message)s",
+        )
+        return {"serve": _serve, "app": _app, "workers": _workers, "check": _check}[verb](settings)
+    except StartError as error:
+        print(f"phalanx {verb}: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+# ---- the verbs
+
+
+def _serve(settings: Settings) -> int:
+    """A tiny supervisor of two siblings: the front end, and the launcher of the group. It restarts neither."""
+    run_dir = settings.run_directory
+    launch.prepare_run_dir(run_dir)
+    lock = launch.claim(run_dir / "serve.lock")
+    with _recorded_signals() as (wake, seen):
+        front_end, workers = (_spawn(verb, settings) for verb in ("app", "workers"))
+        first = _wait_for_any([front_end, workers], wake, seen)
+        if first is None:
+            log.info("stopping")
+        elif first.returncode:
+            log.error("the %s ended with code %d", "front end" if first is front_end else "workers", first.returncode)
+        # The front end first, so that it drains while there are ranks; they then leave with nothing in hand.
+        for child in (front_end, workers):
+            _stop(child, settings.drain_timeout + STOP_GRACE)
+    shutil.rmtree(run_dir, ignore_errors=True)
+    os.close(lock)
+    return 0 if first is None else first.returncode or 1
+
+
+def _app(settings: Settings) -> int:
+    from app.main import create_app
+    from app.server import Server
+
+    def on_ready(group: Group) -> None:
+        print(_banner(*server.bind(), group), flush=True)
+
+    app = create_app(settings, on_ready)
+    server = Server(app, settings, drain=app.state.dispatcher.drain)
+    return server.run()
+
+
+def _workers(settings: Settings) -> int:
+    return launch.Launcher(_group(settings)).run()
+
+
+def _check(settings: Settings) -> int:
+    """One epoch in a run directory of its own; the ranks print what came out."""
+    with tempfile.TemporaryDirectory(prefix="phalanx-check-", dir="/dev/shm") as folder:
+        return launch.check(_group(settings.model_copy(update={"run_dir": Path(folder)})))
+
+
+# ---- what they need
+
+
+def _group(settings: Settings) -> launch.Group:
+    ranks = settings.ranks or (launch.visible_gpus() if settings.device != "cpu" else 0) or CPU_RANKS
+    return launch.Group(
+        model=settings.model,
+        run_dir=settings.run_directory,
+        ranks=ranks,
+        device=settings.device,
+        max_batch_size=settings.max_batch_size or 0,
+        step_timeout=settings.step_timeout,
+        process_group_timeout=settings.process_group_timeout,
+        start_timeout=settings.start_timeout,
+        max_restarts=settings.max_restarts,
+        drain_timeout=settings.drain_timeout,
+        log_level=settings.log_level,
+    )
+
+
+def _spawn(verb: str, settings: Settings) -> subprocess.Popen[bytes]:
+    # -P: a stranger's `app` folder in the current one must not be run
+    command = [sys.executable, "-P", "-m", "app.cli", verb]
+    return launch.spawn(command, env={**os.environ, **environ(settings)}, stdin=subprocess.DEVNULL)
+
+
+@contextmanager
+def _recorded_signals() -> Iterator[tuple[int, list[int]]]:
+    """SIGTERM and SIGINT are put into the list, and make the file descriptor readable."""
+    seen: list[int] = []
+    wake, write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda received, _: seen.append(received))
+    yield wake, seen
+
+
+def _wait_for_any(
+    children: Sequence[subprocess.Popen[bytes]], wake: int, seen: Sequence[int]
+) -> subprocess.Popen[bytes] | None:
+    """The first child that ends; None where a signal came before."""
+    poll = select.poll()
+    for fd in (wake, *(os.pidfd_open(child.pid) for child in children)):
+        poll.register(fd, select.POLLIN)
+    while not seen:
+        poll.poll()
+        for child in children:
+            if child.poll() is not None:
+                return child
+    return None
+
+
+def _stop(child: subprocess.Popen[bytes], patience: float) -> None:
+    child.terminate()  # does nothing to one that has ended
+    try:
+        child.wait(patience)
+    except subprocess.TimeoutExpired:
+        log.error("process %d did not stop within %g s", child.pid, patience)
+        child.kill()
+        child.wait()
+
+
+def _banner(host: str, port: int, group: Group) -> str:
+    hello = group.hello
+    address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    ranks = f"{hello.world} rank{'s' if hello.world != 1 else ''} on {', '.join(hello.devices)}"
+    lines = [f"Phalanx serves {hello.model.name} at {address} ({ranks}). Try:", ""]
+    body = _example_body(group)
+    if body is not None:
+        lines.append(f"  curl -s {address}/infer -H 'Content-Type: application/json' -d {body}")
+    else:
+        lines.append(f"  curl -s {address}/info")
+    return "\n".join(["", *lines, ""])
+
+
+def _example_body(group: Group) -> str | None:
+    """Of a curl line: the shipped samples of the default model, or the model's own example."""
+    model = group.hello.model
+    if model.name == "Digits":
+        samples = Path(__file__).resolve().parent.parent / "workers" / "models" / "digits-samples.json"
+        here = Path.cwd()
+        return shlex.quote(f"@{samples.relative_to(here) if samples.is_relative_to(here) else samples}")
+    if model.example is None or len(model.example) > CURL_EXAMPLE:
+        return None
+    return shlex.quote(json.dumps({"inputs": [json.loads(model.example)]}))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

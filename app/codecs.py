@@ -1,0 +1,248 @@
+"""Content types, in one table: a body ⇄ item slices ⇄ a body. It cuts and joins bytes; items are parsed on the ranks.
+
+An npy body is laid out as numpy.lib.format describes (format versions 1.0 to 3.0).
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+import numpy as np
+import orjson
+
+from workers import wire
+from workers.errors import MalformedBody, NonFiniteResult, NotAcceptable, PhalanxError, UnsupportedMediaType
+from workers.wire import Buffer, Encoding, Form, RowForm
+
+MEDIA_TYPES: dict[Encoding, str] = {"json": "application/json", "npy": "application/x-npy"}
+MAX_NPY_HEADER = 4096  # bytes
+
+
+class Items(Protocol):
+    """The items of one request, as slices of its body."""
+
+    def __len__(self) -> int: ...
+
+    def slices(self, start: int, stop: int) -> Sequence[Buffer]: ...
+
+    def lengths(self, start: int, stop: int) -> list[int]: ...
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A body, cut."""
+
+    items: Items
+    form: Form
+
+
+@dataclass
+class Span:
+    """Results of a request's items from `start` on, as they stand in a result frame (see `workers.wire`)."""
+
+    start: int
+    lengths: list[int]
+    frame: memoryview
+    rows: list[RowForm]
+
+
+# ---- content negotiation
+
+
+def request_encoding(content_type: bytes | None) -> Encoding:
+    """UnsupportedMediaType for a content type that is not in the table."""
+    media, _, parameters = (content_type or b"").decode("latin-1").lower().partition(";")
+    for encoding, name in MEDIA_TYPES.items():
+        if media.strip() == name:
+            if encoding == "json" and "charset" in parameters and "utf-8" not in parameters:
+                raise UnsupportedMediaType(f"JSON is UTF-8, not {parameters.strip()}")
+            return encoding
+    got = f"the content type {media.strip()!r}" if media.strip() else "a body without Content-Type"
+    raise UnsupportedMediaType(f"{got} is not supported; send {' or '.join(MEDIA_TYPES.values())}")
+
+
+def answer_encoding(accept: bytes | None, default: Encoding) -> Encoding:
+    """The form that the client likes best; its request's own where it likes all alike. NotAcceptable: none."""
+    if not accept:
+        return default
+    best, liking = default, 0.0
+    for choice in accept.decode("latin-1").lower().split(","):
+        media, *parameters = (part.strip() for part in choice.split(";"))
+        quality = 1.0
+        for parameter in parameters:
+            if parameter.startswith("q="):
+                try:
+                    quality = float(parameter[2:])
+                except ValueError as error:
+                    raise NotAcceptable(f"Accept: {choice.strip()!r} has no number as q") from error
+        known = [encoding for encoding, name in MEDIA_TYPES.items() if name == media]
+        if media in ("*/*", "application/*"):
+            known = [default]
+        if known and quality > liking:
+            best, liking = known[0], quality
+    if liking == 0.0:
+        raise NotAcceptable(f"no form in Accept is one of {', '.join(MEDIA_TYPES.values())}")
+    return best
+
+
+# ---- bodies to items
+
+
+def cut(body: bytes, accepts: Encoding, returns: Encoding) -> Cut:
+    """MalformedBody, with the place, for a body that is not what its content type promises."""
+    return _cut_json(body, returns) if accepts == "json" else _cut_npy(body, returns)
+
+
+class _Body(msgspec.Struct, forbid_unknown_fields=True):
+    inputs: list[msgspec.Raw]
+    parameters: dict[str, msgspec.Raw] | None = None
+
+
+_body = msgspec.json.Decoder(_Body)
+
+
+class _JsonItems:
+    def __init__(self, raws: list[msgspec.Raw]) -> None:
+        self._raws = raws
+
+    def __len__(self) -> int:
+        return len(self._raws)
+
+    def slices(self, start: int, stop: int) -> Sequence[Buffer]:
+        return self._raws[start:stop]
+
+    def lengths(self, start: int, stop: int) -> list[int]:
+        return [len(memoryview(raw)) for raw in self._raws[start:stop]]
+
+
+def _cut_json(body: bytes, returns: Encoding) -> Cut:
+    if not body:
+        raise MalformedBody('the body is empty; send {"inputs": [item, ...]}')
+    try:
+        if not body.isascii():
+            body.decode()  # cutting does not look into strings
+        parsed = _body.decode(body)
+    except msgspec.ValidationError as error:
+        raise MalformedBody(f'{error}; send {{"inputs": [item, ...], "parameters": {{...}}}}') from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise MalformedBody(str(error)) from error
+    except RecursionError as error:
+        raise MalformedBody("the body is nested too deep") from error
+    parameters = msgspec.json.encode(parsed.parameters, order="sorted") if parsed.parameters else b""
+    return Cut(_JsonItems(parsed.inputs), Form("json", returns, parameters))
+
+
+class _NpyItems:
+    def __init__(self, rows: memoryview, count: int, length: int) -> None:
+        self._rows = rows
+        self._count = count
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._count
+
+    def slices(self, start: int, stop: int) -> Sequence[Buffer]:
+        return [self._rows[start * self._length : stop * self._length]]
+
+    def lengths(self, start: int, stop: int) -> list[int]:
+        return [self._length] * (stop - start)
+
+
+def _cut_npy(body: bytes, returns: Encoding) -> Cut:
+    head = io.BytesIO(body[: MAX_NPY_HEADER + 16])
+    try:
+        version = np.lib.format.read_magic(head)
+        if version == (1, 0):
+            shape, fortran, dtype = np.lib.format.read_array_header_1_0(head, MAX_NPY_HEADER)
+        else:
+            shape, fortran, dtype = np.lib.format.read_array_header_2_0(head, MAX_NPY_HEADER)
+    except Exception as error:  # numpy raises whatever a hostile header brings about
+        raise MalformedBody(f"the npy header cannot be read: {error}") from error
+    if dtype.kind not in "biuf":
+        raise MalformedBody(f"npy arrays of dtype {dtype} are not taken; send numbers or bools")
+    if not shape:
+        raise MalformedBody("the npy array has no axis; the first axis counts the items")
+    data = memoryview(body)[head.tell() :]
+    length = math.prod(shape[1:]) * dtype.itemsize
+    if len(data) != shape[0] * length:
+        raise MalformedBody(f"an npy array {dtype}{list(shape)} has {shape[0] * length} bytes, the body {len(data)}")
+    if fortran and len(shape) > 1:
+        columns = np.frombuffer(data, dtype).reshape(shape, order="F")
+        data = memoryview(np.ascontiguousarray(columns).tobytes())
+    return Cut(_NpyItems(data, shape[0], length), Form("npy", returns, b"", (dtype.str, tuple(shape[1:]))))
+
+
+def frame(pieces: Sequence[tuple[Items, int, int]], encoding: Encoding) -> tuple[Buffer, list[int]]:
+    """Items `start` to `stop` of each, as one payload frame, and their lengths."""
+    slices = [one for items, start, stop in pieces for one in items.slices(start, stop)]
+    lengths = [length for items, start, stop in pieces for length in items.lengths(start, stop)]
+    if len(slices) == 1:
+        return slices[0], lengths
+    return (b"," if encoding == "json" else b"").join(slices), lengths
+
+
+# ---- results to a body
+
+
+def null_span(start: int, count: int, encoding: Encoding) -> Span:
+    """Results that no rank made."""
+    text = b",".join([b"null"] * count) if encoding == "json" else b""
+    return Span(start, [4 if encoding == "json" else 0] * count, memoryview(text), [("", ())] * count)
+
+
+def join_json(request_id: str, spans: Sequence[Span], failures: Mapping[int, PhalanxError], returns: Encoding) -> bytes:
+    """The JSON answer; `outputs` holds null and `errors` the reason where an item failed. `failures` may grow."""
+    found = dict(failures)
+    if returns == "json":
+        outputs = [span.frame for span in spans if span.lengths]
+    else:
+        outputs = [memoryview(text) for span in spans for text in _rows_as_json(span, found)]
+    chunks: list[Buffer] = [b'{"id":', orjson.dumps(request_id), b',"outputs":[', b",".join(outputs), b"]"]
+    if found:
+        chunks += [b',"errors":', orjson.dumps(describe(found))]
+    return b"".join([*chunks, b"}"])
+
+
+def join_npy(spans: Sequence[Span]) -> bytes:
+    """The npy answer, of results none of which failed. NotAcceptable: rows of unequal form."""
+    forms = [form for span in spans for form in span.rows if span.lengths]
+    for form in forms:
+        if form != forms[0]:
+            a, b = (f"{np.dtype(dtype)}{list(shape)}" for dtype, shape in (forms[0], form))
+            raise NotAcceptable(f"results of unequal form, {a} and {b}, make no npy array; ask for application/json")
+    dtype, shape = forms[0] if forms else ("<f4", ())
+    head = io.BytesIO()
+    count = sum(len(span.lengths) for span in spans)
+    np.lib.format.write_array_header_1_0(head, {"descr": dtype, "fortran_order": False, "shape": (count, *shape)})
+    return b"".join([head.getvalue(), *(span.frame for span in spans)])
+
+
+def describe(failures: Mapping[int, PhalanxError]) -> list[dict[str, object]]:
+    """The `errors` member of an answer."""
+    return [
+        {"index": i, "type": error.type, "title": error.title, "detail": error.detail}
+        for i, error in sorted(failures.items())
+    ]
+
+
+def _rows_as_json(span: Span, failures: dict[int, PhalanxError]) -> list[bytes]:
+    """An npy result that has holes takes the JSON form."""
+    texts = []
+    forms = span.rows if len(span.rows) == len(span.lengths) else span.rows * len(span.lengths)
+    places = zip(wire.offsets(span.lengths, "npy"), span.lengths, forms, strict=True)
+    for i, (at, length, (dtype, shape)) in enumerate(places, span.start):
+        if i in failures:
+            texts.append(b"null")
+            continue
+        row = np.frombuffer(span.frame[at : at + length], dtype).reshape(shape)
+        if row.dtype.kind == "f" and not np.isfinite(row).all():
+            failures[i] = NonFiniteResult("the result holds NaN or infinity, and an answer with failed items is JSON")
+            texts.append(b"null")
+        else:
+            texts.append(orjson.dumps(row.tolist()))
+    return texts

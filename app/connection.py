@@ -1,0 +1,186 @@
+"""One client's HTTP connection, with limits that uvicorn's does not have; it knows nothing of what requests mean."""
+
+from __future__ import annotations
+
+import asyncio
+import http
+from dataclasses import dataclass
+from typing import Any
+
+import httptools
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+LINGER = 1.0  # seconds a refused client may go on sending before its connection is closed
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one client may take; times in seconds."""
+
+    connections: int = 1024
+    head_bytes: int = 32 * 1024  # request line and headers
+    head_time: float = 10.0  # for the whole head, from connecting or from its first byte
+    stall_time: float = 30.0  # in which a client takes no byte of its answer
+
+
+class Connection(HttpToolsProtocol):
+    """One client's connection, with the limits that uvicorn does not have.
+
+    The costs fall on those who come near a limit: a head that comes in one piece meets no timer and no sum.
+    """
+
+    def __init__(self, limits: Limits, **given: Any) -> None:
+        super().__init__(**given)
+        self._limits = limits
+        self._head: int | None = 0  # bytes of the head that is not complete yet; None after it
+        self._whole = False  # the latest request has come with all of its body
+        self._refused = False
+        self._replay = False  # the parser is fed a head that is not the client's
+        self._deadline: asyncio.TimerHandle | None = None  # of the head, later of a refused client
+        self._stall: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        present = len(self.connections)
+        super().connection_made(transport)
+        limit = self._limits.connections
+        if present >= 2 * limit:  # even to refuse takes an open file for a while
+            transport.close()
+        elif present >= limit and self._served_others() >= limit:
+            self._refuse(503, "too many connections", b"retry-after: 1\r\n")
+        else:
+            self._deadline = self.loop.call_later(self._limits.head_time, self._head_is_late)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        for timer in (self._deadline, self._stall):
+            if timer is not None:
+                timer.cancel()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._refused:
+            return
+        self._unset_keepalive_if_required()
+        if self._head is not None:
+            self._head += len(data)
+        try:
+            self._feed(data)
+        except httptools.HttpParserError:
+            self._refuse(400, "Invalid HTTP request received.")
+        if self._head is None:
+            if self._whole:
+                self._head = 0
+        elif self._head > self._limits.head_bytes:
+            self._refuse(431, "The request's head is too large.")
+        elif self._deadline is None and not self._refused:
+            self._deadline = self.loop.call_later(self._limits.head_time, self._head_is_late)
+
+    def _feed(self, data: bytes) -> None:
+        """Parses; a request that asks for another protocol (Java's client does, for h2c) is taken as it is.
+
+        The parser ends such a request at its head, so a head of what frames the body is put in before the body.
+        """
+        rest = memoryview(data)
+        while True:
+            try:
+                return self.parser.feed_data(rest)
+            except httptools.HttpParserUpgrade as upgrade:
+                rest = rest[upgrade.args[0] :]
+            framing = [field for field in self.headers if field[0] in (b"content-length", b"transfer-encoding")]
+            self._replay = True
+            self.parser.feed_data(b"POST / HTTP/1.1\r\n%s\r\n" % b"".join(b"%s: %s\r\n" % field for field in framing))
+            self._replay = False
+
+    def on_message_begin(self) -> None:
+        if not self._replay:
+            super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        if not self._replay:
+            super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._replay:
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        if self._replay:
+            return
+        # The count includes what came in the same piece behind the head, and misses a head behind another request.
+        if (self._head is None or self._head > self._limits.head_bytes) and self._measure() > self._limits.head_bytes:
+            self._refuse(431, "The request's head is too large.")
+            raise ValueError("the head is too large")  # stops the parser
+        self._head = None
+        self._whole = False
+        self._cancel_deadline()
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        if not self.parser.should_upgrade():
+            self._whole = True
+            super().on_message_complete()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_writing()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._stall is not None:
+            self._stall.cancel()
+
+    def _watch_writing(self) -> None:
+        self._stall = self.loop.call_later(
+            self._limits.stall_time, self._still_writing, self.transport.get_write_buffer_size()
+        )
+
+    def _still_writing(self, before: int) -> None:
+        if self.transport.get_write_buffer_size() >= before:
+            self.transport.abort()  # close() would wait for the bytes nobody takes
+        else:
+            self._watch_writing()
+
+    def _served_others(self) -> int:
+        return sum(1 for other in self.connections if other is not self and not getattr(other, "_refused", False))
+
+    def _measure(self) -> int:
+        return len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+
+    def _cancel_deadline(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _head_is_late(self) -> None:
+        self._deadline = None
+        if self._head:
+            self._refuse(408, "the request's head did not come in time")
+        else:
+            self.transport.close()
+
+    def _refuse(self, status: int, text: str, header: bytes = b"") -> None:
+        """Answers without the app and closes, once the client has closed too or `LINGER` has passed.
+
+        To close at once, with bytes unread, would send a reset, which can take the answer with it.
+        """
+        if self._refused:
+            return
+        self._refused = True
+        self._cancel_deadline()
+        cycle = self.cycle
+        if cycle is not None and not cycle.response_complete:
+            if not cycle.more_body:  # it came whole, and this fault came behind it: its answer goes out first
+                cycle.keep_alive = False
+                return
+            cycle.disconnected = True
+            cycle.message_event.set()
+            if cycle.response_started:
+                self.transport.close()
+                return
+        body = text.encode()
+        self.transport.write(
+            b"HTTP/1.1 %d %s\r\n%scontent-type: text/plain; charset=utf-8\r\ncontent-length: %d\r\n"
+            b"connection: close\r\n\r\n%s" % (status, http.HTTPStatus(status).phrase.encode(), header, len(body), body)
+        )
+        self.flow.resume_reading()
+        self.transport.write_eof()
+        self._deadline = self.loop.call_later(LINGER, self.transport.close)

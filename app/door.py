@@ -1,0 +1,148 @@
+"""What a request passes before a route sees it: request id, key, size, encoding; knows nothing of routes or items."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import os
+import re
+from collections.abc import Awaitable, Callable, Collection, MutableMapping
+from typing import Any
+
+from app.problem import problem
+from workers.errors import PhalanxError, TooLarge, Unauthorized, UnsupportedMediaType
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
+
+OPEN_PATHS = frozenset({"/livez", "/readyz"})  # probes carry no key
+LINGER = 10.0  # seconds an unread body is read on for after the answer
+SILENCE = 1.0  # seconds without a byte of it that end the wait
+
+_READ = frozenset(
+    (b"x-request-id", b"content-length", b"transfer-encoding", b"content-encoding", b"authorization", b"x-api-key")
+)
+_REQUEST_ID = re.compile(rb"[\x20-\x7e]{1,128}")
+
+
+class Door:
+    """ASGI middleware, to be put around everything else so that every answer carries the request's id.
+
+    A PhalanxError that leaves the app before its answer began is answered as a problem.
+    """
+
+    def __init__(self, app: App, *, max_body_bytes: int, keys: Collection[bytes] = ()) -> None:
+        self.app = app
+        self.max_body_bytes = max_body_bytes
+        self.keys = tuple(keys)
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":  # lifespan; WebSockets are off in app.server
+            return await self.app(scope, receive, send)
+        headers = {name: value for name, value in scope["headers"] if name in _READ}
+        given = headers.get(b"x-request-id", b"")
+        request_id = given if _REQUEST_ID.fullmatch(given) else os.urandom(16).hex().encode()
+        scope.setdefault("state", {})["request_id"] = request_id.decode()
+        visit = _Visit(receive, send, request_id, self.max_body_bytes)
+        # A request without a body has nothing to be left unread, so its receive needs no watching.
+        visit.unread = headers.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in headers
+        try:
+            self._admit(scope["path"], headers)
+            await self.app(scope, visit.receive if visit.unread else receive, visit.send)
+        except PhalanxError as error:
+            if visit.answering:
+                raise
+            await visit.refuse(error)
+
+    def _admit(self, path: str, headers: dict[bytes, bytes]) -> None:
+        if self.keys and path not in OPEN_PATHS and not self._known(headers):
+            raise Unauthorized("the request needs a known API key, as Authorization: Bearer or X-API-Key")
+        if int(headers.get(b"content-length", 0)) > self.max_body_bytes:
+            raise _too_large(self.max_body_bytes)
+        encoding = headers.get(b"content-encoding", b"identity").strip().lower()
+        if encoding not in (b"identity", b""):
+            raise UnsupportedMediaType(
+                f"the body has Content-Encoding {encoding.decode('latin-1')}; only identity is taken"
+            )
+
+    def _known(self, headers: dict[bytes, bytes]) -> bool:
+        scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
+        given = [headers.get(b"x-api-key", b"")]
+        if scheme.lower() == b"bearer":
+            given.append(token.strip())
+        # Every pair is compared, so that the time taken does not tell which key was nearly right.
+        known = False
+        for one in given:
+            for key in self.keys:
+                known |= hmac.compare_digest(one, key)
+        return known
+
+
+class _Visit:
+    """One request: how much of its body came, and whether its answer has begun."""
+
+    __slots__ = ("_limit", "_receive", "_request_id", "_send", "answering", "closing", "received", "unread")
+
+    def __init__(self, receive: Receive, send: Send, request_id: bytes, limit: int) -> None:
+        self._receive = receive
+        self._send = send
+        self._request_id = request_id
+        self._limit = limit
+        self.received = 0
+        self.unread = True
+        self.answering = False
+        self.closing = False
+
+    async def receive(self) -> Message:
+        message = await self._receive()
+        if message["type"] == "http.request":
+            self.received += len(message.get("body", b""))
+            if self.received > self._limit:
+                raise _too_large(self._limit)
+            self.unread = message.get("more_body", False)
+        return message
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.answering = True
+            self.closing = self.unread
+            headers = [*message.get("headers", ()), (b"x-request-id", self._request_id)]
+            if self.closing:
+                headers.append((b"connection", b"close"))
+            await self._send({**message, "headers": headers})
+        elif self.closing and not message.get("more_body", False):
+            await self._send({**message, "more_body": True})
+            await self._read_on()
+            await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+        else:
+            await self._send(message)
+
+    async def refuse(self, error: PhalanxError) -> None:
+        status, headers, body = problem(error, self._request_id.decode())
+        if isinstance(error, UnsupportedMediaType):
+            headers.append((b"accept-encoding", b"identity"))
+        await self.send({"type": "http.response.start", "status": status, "headers": headers})
+        await self.send({"type": "http.response.body", "body": body})
+
+    async def _read_on(self) -> None:
+        """Reads and drops the rest of the body for a while after the answer.
+
+        The server closes next, and to close on unread bytes sends a reset, which can take the answer with it before
+        the client has read it.
+        """
+        loop = asyncio.get_running_loop()
+        end = loop.time() + LINGER
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(SILENCE) as silence:
+                while loop.time() < end:
+                    message = await self._receive()
+                    if not message.get("more_body", False):
+                        break
+                    silence.reschedule(loop.time() + SILENCE)
+
+
+def _too_large(limit: int) -> TooLarge:
+    return TooLarge(f"the body is over the limit of {limit} bytes")

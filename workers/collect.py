@@ -1,0 +1,210 @@
+"""Every rank's part of a step, in order, on rank 0; it knows process groups, not what the parts mean.
+
+Two rounds. In the first every rank all_gathers one frame of constant size: a header of 64 bytes and its pickle, if
+that fits. Most steps end there. From the headers, which by then every rank holds, all decide alike whether there is
+a second round, which takes the rest to rank 0.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from workers.encode import Packed, pack, segments, sentence, unpack
+from workers.errors import GroupError
+from workers.rounds import Array, Exact, Mover, Staged, all_gather
+
+INLINE = 32 << 10
+"""Bytes of a frame behind its header: the lengths of the segments, then the pickle if it fits."""
+CAP = 1 << 30
+"""Bytes one rank may send in a step, unless a collector is told otherwise."""
+
+_MAGIC = b"PLX1"
+_OK, _ERROR = 0, 1
+_HEADER = struct.Struct("<4sBBHHHI6q")
+_FRAME = _HEADER.size + INLINE
+_ALIGN = 64  # so that arrays and tensors over a receive buffer are aligned as their own memory would be
+_ZEROS = bytes(_FRAME)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One rank's part of a step: `items` items from `start` on. If `error` (a sentence) is set, `value` is None."""
+
+    start: int
+    items: int
+    value: object
+    error: str | None
+
+
+class Desynchronised(GroupError):
+    """The ranks are not in the same step, or not in the same group. Every rank raises it alike."""
+
+
+def shares(n: int, world: int) -> list[range]:
+    """`n` items over `world` ranks: contiguous, in order, sizes that differ by at most one, the larger ones first."""
+    few, more = divmod(n, world)
+    return [range(r * few + min(r, more), (r + 1) * few + min(r + 1, more)) for r in range(world)]
+
+
+class Collector:
+    """The collect of the default process group, or of this process alone where none is initialised.
+
+    Rank 0's own part is kept by reference and never encoded. On the other ranks the large buffers of a value are sent
+    from where they lie: until `collect` returns, nobody may write to them. On rank 0 what is large in a part is a
+    view of a receive buffer, which is used again only when the last such view is gone.
+    """
+
+    def __init__(self, *, epoch: int = 0, device: torch.device | None = None, cap: int = CAP) -> None:
+        grouped = dist.is_available() and dist.is_initialized()
+        self._rank, self._world = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
+        self._epoch = epoch
+        self._cap = cap
+        self._move: Mover = Exact()
+        if grouped and device is not None and device.type == "cuda" and "cuda:nccl" in dist.get_backend_config():
+            self._move = Staged(device, self._world)
+        self._mine = torch.zeros(_FRAME, dtype=torch.uint8)
+        self._all = torch.zeros(_FRAME * self._world, dtype=torch.uint8) if self._world > 1 else self._mine
+        self._frame = self._mine.numpy().data
+        self._frames = self._all.numpy().data
+        self._dead: GroupError | None = None
+
+    def collect(self, value: object, *, step: int, start: int, items: int, size: int) -> list[Part] | None:
+        """Give `value`, this rank's `items` of the step's `size` items from `start` on; rank 0 gets all parts.
+
+        Every rank calls it exactly once a step, whatever happened to it. Rank 0 gets the parts in the order of the
+        ranks, the others None. A value that cannot be encoded, sent or decoded is an error in its own part; parts
+        that do not tile [0, size) are all errors. Raises GroupError where the group cannot go on, and ever after.
+        """
+        if self._dead:
+            raise self._dead
+        try:
+            sending = self._write(value, step, start, items, size)
+            headers = self._first_round(step, size)
+            gap = _gap(headers, size)
+            places = [_places(h) for h in headers]
+            more = any(places) and not gap  # from headers alone, which all ranks hold
+            buffers = self._move(self._rank, sending, places) if more else [memoryview(b"")] * self._world
+        except Exception as error:
+            self._dead = error if isinstance(error, GroupError) else GroupError(f"step {step}: {sentence(error)}")
+            raise self._dead from error
+        if self._rank:
+            return None
+        if gap:
+            return [Part(h.start, h.items, None, gap) for h in headers]
+        return [Part(start, items, value, None), *map(self._read, headers[1:], places[1:], buffers[1:])]
+
+    def _write(self, value: object, step: int, start: int, items: int, size: int) -> list[Array]:
+        """Make this rank's frame; returns the segments left for the second round. A bad value does not raise."""
+        status, packed = _OK, Packed()
+        try:
+            if self._rank:
+                packed = pack(value, self._cap)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # a SystemExit in some __reduce__ is no less an error of this part alone
+            status, packed = (
+                _ERROR,
+                Packed([f"the result cannot be sent: {sentence(error)}".encode("utf-8", "replace")]),
+            )
+        length = sum(map(len, packed.pickle))
+        inline = _fits(length, len(packed.buffers))
+        rest = [*packed.buffers] if inline else [*segments(packed.pickle), *packed.buffers]
+        sending: list[Array] = [np.frombuffer(segment, np.uint8) for segment in rest]
+        lengths = [len(segment) for segment in sending]
+        shared = self._move.kind, self._rank, self._world, len(lengths), self._epoch & 0xFFFFFFFF, step
+        _HEADER.pack_into(self._frame, 0, _MAGIC, status, *shared, start, items, size, length, sum(lengths))
+        at = _HEADER.size
+        for piece in (struct.pack(f"<{len(lengths)}q", *lengths), *(packed.pickle if inline else ())):
+            self._frame[at : at + len(piece)] = piece
+            at += len(piece)
+        self._frame[at:] = _ZEROS[at:]  # nothing of an earlier step travels
+        return sending
+
+    def _first_round(self, step: int, size: int) -> list[_Header]:
+        """Exchange the frames and check every header: the same outcome on every rank."""
+        if self._world > 1:
+            all_gather(self._all, self._mine)
+        headers = []
+        for r in range(self._world):
+            h = _Header._make((*_HEADER.unpack_from(self._frames, r * _FRAME), ()))
+            lengths = struct.unpack_from(f"<{h.segments}q", self._frames, r * _FRAME + _HEADER.size)
+            headers.append(h._replace(lengths=lengths) if lengths else h)
+        shared = self._move.kind, self._world, self._epoch & 0xFFFFFFFF, step, size
+        for r, h in enumerate(headers):
+            same = (h.kind, h.world, h.epoch, h.step, h.size) == shared
+            if h.magic != _MAGIC or h.rank != r or not same or sum(h.lengths) != h.total:
+                said = (f"{h.rank} of {h.world} at epoch {h.epoch}, step {h.step}, {h.size} items" for h in headers)
+                raise Desynchronised(f"the ranks are not in the same step: {'; '.join(said)}")
+        return headers
+
+    def _read(self, h: _Header, places: list[range], buffer: memoryview) -> Part:
+        """Decode one rank's part; never raises for what is in it."""
+        at = h.rank * _FRAME + _HEADER.size + 8 * h.segments
+        data, own = self._frames[at : at + h.pickle], 0
+        if h.pickle and not _fits(h.pickle, h.segments):
+            data, own = buffer[: h.pickle], h.pickle
+        if h.status == _ERROR:
+            return Part(h.start, h.items, None, str(data, "utf-8", "replace"))
+        try:
+            value = unpack(data, [buffer[p.start : p.stop] for p in places if p.start >= own])
+            return Part(h.start, h.items, value, None)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            return Part(h.start, h.items, None, f"the result cannot be read: {sentence(error)}")
+
+
+class _Header(NamedTuple):
+    """What a rank says of its part: 64 bytes, and the length of each segment of the second round, in bytes."""
+
+    magic: bytes
+    status: int
+    kind: int
+    rank: int
+    world: int
+    segments: int
+    epoch: int
+    step: int
+    start: int
+    items: int
+    size: int
+    pickle: int
+    total: int
+    lengths: tuple[int, ...]
+
+
+def _fits(pickle: int, n_segments: int) -> bool:
+    return 8 * n_segments + pickle <= INLINE
+
+
+def _gap(headers: Sequence[_Header], size: int) -> str | None:
+    """Why the parts do not tile [0, size), if they do not."""
+    at = 0
+    for h in headers:
+        if h.start != at or h.items < 0:
+            break
+        at += h.items
+    else:
+        if at == size:
+            return None
+    parts = ", ".join(f"[{h.start}, {h.start + h.items})" for h in headers)
+    return f"the parts {parts} do not tile the step's {size} items"
+
+
+def _places(h: _Header) -> list[range]:
+    """Where each segment lies in the rank's receive buffer: the pickle in one piece, every other one aligned."""
+    at, places = 0, []
+    own = 0 if _fits(h.pickle, h.segments) else h.pickle
+    for length in h.lengths:
+        if at >= own:
+            at = -(-at // _ALIGN) * _ALIGN
+        places.append(range(at, at + length))
+        at += length
+    return places

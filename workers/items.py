@@ -1,0 +1,344 @@
+"""One item ⇄ bytes on a rank: JSON values and npy rows in, values or a tensor out, and back; it runs no model and knows no group.
+
+Whatever is wrong with an item becomes that item's error, in `failures` by its index in the shard; nothing raises.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+import orjson
+import simdjson
+import torch
+
+from workers.errors import (
+    InvalidItem,
+    MalformedBody,
+    NonFiniteResult,
+    NotAcceptable,
+    PhalanxError,
+    UnencodableResult,
+)
+from workers.model import TensorSpec
+from workers.wire import Buffer, Encoding, Form, RowForm, offsets
+
+MAX_DEPTH = 64  # of a JSON item
+Failures = dict[int, PhalanxError]
+_NO_TOKENS = bytes(set(range(256)) - set(b"[],"))  # deleted, they leave the structure of nested arrays
+_SIMDJSON: dict[str, Literal["d", "i", "u"]] = {"float64": "d", "int64": "i", "uint64": "u"}
+_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"')
+_JSON_OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
+
+
+@dataclass
+class Decoded:
+    """The items of a shard that could be read: `values[k]` is item `index[k]`."""
+
+    values: torch.Tensor | list[Any]  # a tensor [n, *shape] on the CPU where the model has a TensorSpec
+    index: list[int]
+    failures: Failures = field(default_factory=dict)
+
+
+@dataclass
+class Encoded:
+    """A shard's results as one payload frame (see `workers.wire`)."""
+
+    frame: bytes
+    lengths: list[int]
+    rows: list[RowForm]
+
+
+def decode(frame: Buffer, lengths: Sequence[int], form: Form, spec: TensorSpec | None) -> Decoded:
+    """The items of a payload frame."""
+    if form.accepts == "npy":
+        assert form.row is not None
+        rows = np.frombuffer(frame, np.dtype(form.row[0])).reshape(len(lengths), *form.row[1])
+        return _rows(rows, spec)
+    view = memoryview(frame)
+    raws = [view[at : at + n] for at, n in zip(offsets(lengths, "json"), lengths, strict=True)]
+    if spec is None:
+        return _values(raws)
+    return _numbers(frame, raws, spec)
+
+
+def encode(results: Sequence[Any] | np.ndarray, failures: Failures, size: int, encoding: Encoding) -> Encoded:
+    """One payload frame of `size` results; `results[i]` of an index in `failures` is not looked at.
+
+    A result that has no form in `encoding` is added to `failures`.
+    """
+    return (_encode_json if encoding == "json" else _encode_npy)(results, failures, size)
+
+
+# ---- JSON and npy to values
+
+
+def _values(raws: list[memoryview]) -> Decoded:
+    values, index = [], []
+    failures: Failures = {}
+    for i, raw in enumerate(raws):
+        try:
+            values.append(_value(raw))
+            index.append(i)
+        except PhalanxError as error:
+            failures[i] = error
+    return Decoded(values, index, failures)
+
+
+def _value(raw: Buffer, kind: Any = Any) -> Any:
+    _check_depth(raw)
+    try:
+        return msgspec.json.decode(raw, type=kind)
+    except msgspec.ValidationError as error:
+        raise InvalidItem(str(error).replace("`$", "`item")) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise MalformedBody(str(error)) from error
+
+
+def _check_depth(raw: Buffer) -> None:
+    text = bytes(raw)
+    if text.count(b"[") + text.count(b"{") <= MAX_DEPTH:
+        return
+    marks = np.frombuffer(_STRING.sub(b"", text), np.uint8)
+    opens, closes = (marks == ord("[")) | (marks == ord("{")), (marks == ord("]")) | (marks == ord("}"))
+    if int((opens.astype(np.int64) - closes).cumsum().max()) > MAX_DEPTH:
+        raise MalformedBody(f"an item is nested deeper than {MAX_DEPTH}")
+
+
+# ---- JSON numbers to a tensor
+
+
+def _numbers(frame: Buffer, raws: list[memoryview], spec: TensorSpec) -> Decoded:
+    """All items in one parse; where that fails, one by one, so that only the bad ones fail."""
+    whole = _parse(b"".join((b"[", frame, b"]")), (len(raws), *spec.shape), spec.dtype)
+    if whole is not None:
+        return _checked(whole, list(range(len(raws))), {}, spec)
+    arrays, index = [], []
+    failures: Failures = {}
+    for i, raw in enumerate(map(bytes, raws)):
+        try:
+            array = _parse(raw, spec.shape, spec.dtype)
+            arrays.append(_explain(raw, spec) if array is None else array)
+            index.append(i)
+        except PhalanxError as error:
+            failures[i] = error
+    return _stacked(arrays, index, failures, spec)
+
+
+def _parse(raw: bytes, shape: tuple[int | None, ...], dtype: str) -> np.ndarray | None:
+    """Nested arrays of numbers, with no Python object a number; None where it is not exactly that: `_explain` says why."""
+    try:
+        document = simdjson.Parser().parse(raw)
+    except (ValueError, RuntimeError):  # a number that 64 bits do not hold, or no JSON
+        return None
+    kind = _wide(dtype)
+    if not isinstance(document, simdjson.Array) or kind == "bool":
+        return None
+    try:
+        flat = np.frombuffer(document.as_buffer(of_type=_SIMDJSON[kind]), kind)
+    except (ValueError, TypeError):  # a string, null, true, an object, or a number of another kind
+        return None
+    full = _infer(shape, flat.size)
+    # as_buffer flattens: brackets and commas must be those of the shape, not only the count of numbers
+    if full is None or raw.translate(None, _NO_TOKENS) != _template(full):
+        return None
+    return flat.reshape(full)
+
+
+def _infer(shape: tuple[int | None, ...], size: int) -> tuple[int, ...] | None:
+    """`shape` with its only None filled in, so that it holds `size` numbers; None where that cannot be."""
+    known = math.prod(n for n in shape if n is not None)
+    free = shape.count(None)
+    if free > 1 or (free == 1 and (known == 0 or size % known)) or (free == 0 and known != size):
+        return None
+    return tuple(size // known if n is None else n for n in shape)
+
+
+def _template(shape: tuple[int, ...]) -> bytes:
+    """The brackets and commas of an array of that shape."""
+    text = b""
+    for size in reversed(shape):
+        text = b"[" + b",".join([text] * size) + b"]"
+    return text
+
+
+def _explain(raw: bytes, spec: TensorSpec) -> np.ndarray:
+    """The careful way for an item that the fast one refused: a value, or an InvalidItem that names the place."""
+    kind: Any = bool if spec.dtype == "bool" else float if np.dtype(_numpy(spec.dtype)).kind == "f" else int
+    nested: Any = kind
+    for _ in spec.shape:
+        nested = list[nested]
+    value = _value(raw, nested)
+    try:
+        array = np.array(value, _wide(spec.dtype))
+    except OverflowError as error:
+        raise InvalidItem(f"a number does not fit in {spec.dtype}") from error
+    except ValueError as error:
+        raise InvalidItem(f"the item's rows are of unequal length; the model takes {spec}") from error
+    if array.size == 0 and len(array.shape) != len(spec.shape):
+        array = array.reshape(array.shape + (0,) * (len(spec.shape) - len(array.shape)))
+    if not _fits(array.shape, spec):
+        raise InvalidItem(f"the item's shape is {list(array.shape)}; the model takes {spec}")
+    return array
+
+
+# ---- rows and numbers to a checked tensor
+
+
+def _rows(rows: np.ndarray, spec: TensorSpec | None) -> Decoded:
+    everything = list(range(len(rows)))
+    if spec is None:
+        return Decoded(list(rows.copy()), everything)  # a copy: a model may write into what it is given
+    wrong = None
+    if not _fits(rows.shape[1:], spec):
+        wrong = f"the item's shape is {list(rows.shape[1:])}; the model takes {spec}"
+    elif not np.can_cast(rows.dtype, _numpy(spec.dtype), "same_kind"):
+        wrong = f"the item's dtype is {rows.dtype}; the model takes {spec}"
+    if wrong is not None:
+        return Decoded([], [], {i: InvalidItem(wrong) for i in everything})
+    return _checked(rows, everything, {}, spec)
+
+
+def _stacked(arrays: list[np.ndarray], index: list[int], failures: Failures, spec: TensorSpec) -> Decoded:
+    """`None` sizes must be equal within a step: the first item that could be read decides."""
+    equal = [k for k, array in enumerate(arrays) if array.shape == arrays[0].shape]
+    for k in sorted(set(range(len(arrays))) - set(equal)):
+        here, there = list(arrays[k].shape), list(arrays[0].shape)
+        failures[index[k]] = InvalidItem(f"the item's shape is {here}, beside items of shape {there} in one step")
+    if not equal:
+        return Decoded([], [], failures)
+    return _checked(np.stack([arrays[k] for k in equal]), [index[k] for k in equal], failures, spec)
+
+
+def _checked(array: np.ndarray, index: list[int], failures: Failures, spec: TensorSpec) -> Decoded:
+    """Range and finiteness item by item, then the cast to the model's dtype."""
+    target = np.dtype(_numpy(spec.dtype))
+    good = np.ones(len(array), bool)
+
+    def refuse(bad: np.ndarray, why: str) -> None:
+        for k in np.flatnonzero(bad & good):
+            failures[index[k]] = InvalidItem(why)
+        good[bad] = False
+
+    def any_number(wrong: np.ndarray) -> np.ndarray:
+        return np.asarray(wrong.reshape(len(array), -1).any(axis=1))
+
+    if target.kind in "iu" and array.dtype.kind in "iu" and array.size and array.dtype != target:
+        limits = np.iinfo(target)
+        refuse(any_number((array < limits.min) | (array > limits.max)), f"a number does not fit in {spec.dtype}")
+    with np.errstate(over="ignore", invalid="ignore"):
+        tensor = torch.from_numpy(np.array(array, target))  # a copy in native byte order that the model may write into
+    if spec.dtype == "bfloat16":
+        tensor = tensor.to(torch.bfloat16)
+    if tensor.is_floating_point() and tensor.numel():
+        finite = torch.isfinite(tensor).reshape(len(array), -1).all(dim=1).numpy()
+        refuse(~finite, f"a number is not finite in {spec.dtype}")
+    for bound, outside in ((spec.minimum, np.less), (spec.maximum, np.greater)):
+        if bound is not None and array.size:
+            with np.errstate(invalid="ignore"):
+                refuse(any_number(outside(array, bound)), f"a number is outside {spec.minimum}..{spec.maximum}")
+    if good.all():
+        return Decoded(tensor, index, failures)
+    return Decoded(tensor[torch.from_numpy(good)], [i for i, ok in zip(index, good, strict=True) if ok], failures)
+
+
+def _fits(shape: tuple[int, ...], spec: TensorSpec) -> bool:
+    return len(shape) == len(spec.shape) and all(
+        want is None or want == size for size, want in zip(shape, spec.shape, strict=True)
+    )
+
+
+def _numpy(dtype: str) -> str:
+    return "float32" if dtype == "bfloat16" else dtype
+
+
+def _wide(dtype: str) -> str:
+    kind = np.dtype(_numpy(dtype)).kind
+    return {"f": "float64", "i": "int64", "u": "uint64" if dtype == "uint64" else "int64", "b": "bool"}[kind]
+
+
+# ---- results to bytes
+
+
+def _encode_json(results: Sequence[Any] | np.ndarray, failures: Failures, size: int) -> Encoded:
+    texts = []
+    for i in range(size):
+        text = b"null"
+        if i not in failures:
+            try:
+                text = _json(results[i])
+            except PhalanxError as error:
+                failures[i] = error
+        texts.append(text)
+    return Encoded(b",".join(texts), [len(text) for text in texts], [])
+
+
+def _json(result: Any) -> bytes:
+    try:
+        text = orjson.dumps(result, _plain, _JSON_OPTIONS)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UnencodableResult(f"a result of type {type(result).__name__} has no JSON form: {error}") from error
+    if b"null" in text and not _finite(result):  # orjson writes null for NaN, which would be a lie
+        raise NonFiniteResult("the result holds NaN or infinity, which JSON cannot say; ask for application/x-npy")
+    return text
+
+
+def _plain(value: Any) -> Any:
+    """What orjson cannot write by itself."""
+    if isinstance(value, torch.Tensor):
+        value = value.detach().cpu()
+        return np.ascontiguousarray((value.float() if value.dtype is torch.bfloat16 else value).numpy())
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()  # a layout or dtype that orjson does not read
+    raise TypeError(f"type {type(value).__name__}")
+
+
+def _finite(value: Any) -> bool:
+    if isinstance(value, float | np.floating):
+        return math.isfinite(value)
+    if isinstance(value, torch.Tensor):
+        return bool(torch.isfinite(value).all())
+    if isinstance(value, np.ndarray) and value.dtype.kind == "f":
+        return bool(np.isfinite(value).all())
+    if isinstance(value, dict):
+        return all(_finite(key) and _finite(inner) for key, inner in value.items())
+    if isinstance(value, list | tuple):
+        return all(map(_finite, value))
+    if hasattr(value, "__dataclass_fields__"):
+        return all(_finite(getattr(value, name)) for name in value.__dataclass_fields__)
+    return True
+
+
+def _encode_npy(results: Sequence[Any] | np.ndarray, failures: Failures, size: int) -> Encoded:
+    if isinstance(results, np.ndarray) and results.dtype.kind in "biuf" and not failures:
+        rows = np.ascontiguousarray(results)
+        length = rows.nbytes // size if size else 0
+        return Encoded(rows.tobytes(), [length] * size, [(rows.dtype.str, rows.shape[1:])])
+    parts: list[bytes] = []
+    forms: list[RowForm] = []
+    for i in range(size):
+        part, form = b"", ("", ())
+        if i not in failures:
+            try:
+                row = _row(results[i])
+                part, form = row.tobytes(), (row.dtype.str, row.shape)
+            except PhalanxError as error:
+                failures[i] = error
+        parts.append(part)
+        forms.append(form)
+    return Encoded(b"".join(parts), [len(part) for part in parts], forms)
+
+
+def _row(result: Any) -> np.ndarray:
+    try:
+        row = np.asarray(_plain(result) if isinstance(result, torch.Tensor) else result)
+    except (TypeError, ValueError) as error:
+        raise NotAcceptable(f"a result of type {type(result).__name__} is no npy row: {error}") from error
+    if row.dtype.kind not in "biuf":
+        raise NotAcceptable(f"a result of type {type(result).__name__} is no npy row; ask for application/json")
+    return row

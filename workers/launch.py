@@ -1,0 +1,346 @@
+"""The one restarter around torchrun: start, watch, respawn with back-off, stop; it knows no torch, queue or request.
+
+torchrun runs once an epoch and restarts nothing itself. `Launcher` starts it, waits for its end, and lets `Restarts`
+decide whether there is another. What ranks and launcher tell each other goes through small files in the epoch's
+directory: `ready-<r>` and `failed-<r>.json` from the ranks, `leave` to them, `fenced` from the front end.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from workers import lifeline, rundir
+from workers.errors import ModelLoadError, StartError
+from workers.rundir import claim, prepare_run_dir
+
+__all__ = ["Group", "Launcher", "claim", "prepare_run_dir", "spawn", "torchrun_command", "visible_gpus"]
+
+logger = logging.getLogger("workers")
+
+BACKOFF = (0.0, 1.0, 2.0, 5.0, 10.0)  # seconds before the first, second, ... respawn in a row
+STEADY = 60.0  # seconds of being ready after which a death begins a new row
+POLL = 0.1  # seconds between two looks at the epoch's directory; signals and torchrun's end wake the launcher at once
+REPORTED = 1.0  # seconds torchrun has to end by itself after the first report: a stopped rank would cost 30
+START_GRACE = 15.0  # seconds over the start timeout, which the ranks keep: torchrun may hang before there are any
+GONE = 10.0  # seconds to wait for killed ranks; one that the kernel cannot end must not keep the service down
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """What the launcher keeps alive. Times are in seconds."""
+
+    model: str
+    run_dir: Path
+    ranks: int
+    group: str = "0"
+    device: str = "auto"
+    max_batch_size: int = 0  # 0: the model's own
+    step_timeout: float = 60.0
+    process_group_timeout: float = 300.0
+    start_timeout: float = 900.0
+    max_restarts: int = 3
+    drain_timeout: float = 30.0
+    log_level: str = "info"
+
+    def epoch_dir(self, epoch: int) -> Path:
+        return self.run_dir / "epochs" / f"{self.group}-{epoch}"
+
+
+def torchrun_command(group: Group, epoch: int) -> list[str]:
+    """The command line of one epoch: torchrun, then the module that every rank runs, then that module's flags."""
+    torchrun: dict[str, object] = {
+        "--nproc-per-node": group.ranks,
+        "--max-restarts": 0,  # broken in place, see README; the launcher restarts the whole tree
+        "--local-addr": "127.0.0.1",  # without a network --standalone alone hangs
+        "--log-dir": group.epoch_dir(epoch) / "torchrun",  # else a directory is left in /tmp for every kill
+    }
+    rank: dict[str, object] = {
+        "--model": group.model,
+        "--run-dir": group.run_dir,
+        "--group": group.group,
+        "--epoch": epoch,
+        "--device": group.device,
+        "--max-batch-size": group.max_batch_size,
+        "--step-timeout": f"{group.step_timeout:g}",
+        "--process-group-timeout": f"{group.process_group_timeout:g}",
+        "--start-timeout": f"{group.start_timeout:g}",
+        "--log-level": group.log_level,
+    }
+    return [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", *_flags(torchrun)),
+        *("-m", "workers.rank", *_flags(rank)),
+    ]
+
+
+def torchrun_environment(ranks: int, inherited: Mapping[str, str]) -> dict[str, str]:
+    """`inherited` with what torchrun and the ranks need."""
+    return {
+        "OMP_NUM_THREADS": str(max(1, cores() // ranks)),  # torchrun would say 1; the user's own goes before both
+        **inherited,
+        "PYTHONSAFEPATH": "1",  # else `workers` in the user's current directory would be run
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",  # torchrun says 1, which waits for the process group's timeout
+        "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "500",  # 15 s by default, four times, before NCCL's watchdog dies
+    }
+
+
+def spawn(argv: Sequence[str], **popen: Any) -> subprocess.Popen[bytes]:
+    """Start a child, in its own session, that dies with this process; for the main thread only.
+
+    Its own children find its pid in the environment (`lifeline.PARENT`), so that `die_with_parent` in them knows
+    whether they have lost their parent before they could ask the kernel to tell them.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        raise RuntimeError("a child started from another thread would be killed when that thread ends")
+    parent = os.getpid()
+    environment = dict(popen.pop("env", None) or os.environ)
+
+    def in_child() -> None:
+        lifeline.die_with_parent(parent)
+        os.environ.clear()
+        os.environ.update(environment, **{lifeline.PARENT: str(os.getpid())})
+
+    # Without `env` the child is started with its own environment, as `in_child` leaves it.
+    return subprocess.Popen(argv, start_new_session=True, preexec_fn=in_child, **popen)
+
+
+def visible_gpus() -> int:
+    """How many GPUs a rank could take, as CUDA counts them, found without torch."""
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if listed is None:
+        return sum(re.fullmatch(r"nvidia\d+", device.name) is not None for device in Path("/dev").iterdir())
+    count = 0
+    for entry in listed.split(","):
+        if not entry.strip() or entry.strip().startswith("-"):  # CUDA stops at the first that is none
+            break
+        count += 1
+    return count
+
+
+def cores() -> int:
+    """How many cores this process may use: its affinity, and its container's quota."""
+    count = len(os.sched_getaffinity(0))
+    with suppress(OSError, ValueError):  # no cgroup v2, or no quota ("max")
+        quota, period = map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split())
+        count = min(count, math.ceil(quota / period))
+    return count
+
+
+def _flags(values: Mapping[str, object]) -> list[str]:
+    return [word for name, value in values.items() for word in (name, str(value))]
+
+
+@dataclass(frozen=True, slots=True)
+class Death:
+    """How an epoch ended that was not asked to."""
+
+    kind: str
+    text: str
+    ready_for: float | None  # seconds; None: it never was
+
+
+@dataclass(slots=True)
+class Restarts:
+    """Whether there is another epoch after a death, and after how many seconds: no clock, no processes.
+
+    A group that has never been ready may try again `allowed` times; one that has been is replaced for ever.
+    """
+
+    allowed: int
+    served: bool = False
+    row: int = 0  # deaths in a row
+
+    def after(self, death: Death) -> float:
+        """Seconds to wait before the next start. Raises StartError or ModelLoadError when there is none."""
+        self.served = self.served or death.ready_for is not None
+        if not self.served and death.kind == "model":
+            raise ModelLoadError(death.text)
+        if not self.served and self.row >= self.allowed:
+            raise StartError(f"{self.row + 1} epochs died before they were ready, the last of them: {death.text}")
+        if death.ready_for is not None and death.ready_for >= STEADY:
+            self.row = 0
+        self.row += 1
+        return BACKOFF[min(self.row, len(BACKOFF)) - 1]
+
+
+@dataclass(slots=True)
+class Epoch:
+    """One incarnation as its directory shows it: no processes; the clock is an argument, in seconds."""
+
+    number: int
+    directory: Path
+    group: Group
+    started: float
+    ready: float | None = None
+    felled: float | None = None
+    leave_by: float | None = None
+
+    def look(self, now: float, stop: bool) -> str | None:
+        """Take in what is new, and say why torchrun must be killed; None while it need not. `stop` asks it to leave."""
+        if self.ready is None and self._has("ready-0"):
+            self.ready = now
+            self.log(logging.INFO, "ready after %.1f s", now - self.started)
+        if self.felled is None and any(self.directory.glob("failed-*.json")):
+            self.felled = now
+        if self._has("fenced"):
+            return f"fenced by the front end: {(self.directory / 'fenced').read_text().strip()}"
+        if stop and self.ready is None:
+            return "stopped before it was ready"
+        if stop and self.leave_by is None:
+            self.leave_by = now + self.group.drain_timeout
+            (self.directory / "leave").touch()
+            self.log(logging.INFO, "asked to leave, within %g s", self.group.drain_timeout)
+        if self.leave_by is not None and now >= self.leave_by:
+            return f"it did not leave within {self.group.drain_timeout:g} s"
+        if self.felled is not None and now >= self.felled + REPORTED:
+            return "felled, and torchrun did not end"
+        if self.ready is None and now >= self.started + self.group.start_timeout + START_GRACE:
+            return f"not ready after {now - self.started:.0f} s"
+        return None
+
+    def death(self, now: float, killed_for: str | None, code: int) -> Death | None:
+        """What there is to say of the end, from torchrun's exit code; None if it was an orderly one."""
+        if code == 0 and self._has("leave"):
+            return None
+        report = rundir.cause(self.directory)
+        ready_for = None if self.ready is None else now - self.ready
+        if report is not None and not self._has("fenced"):
+            return Death(report.kind, str(report), ready_for)
+        ended = f"torchrun exited with {code}" if code >= 0 else f"torchrun died of {signal.Signals(-code).name}"
+        return Death("supervisor", killed_for or f"{ended}, and no rank said why", ready_for)
+
+    def log(self, level: int, text: str, *values: object) -> None:
+        logger.log(level, f"group %s epoch %d {text}", self.group.group, self.number, *values)  # noqa: G004 - a format
+
+    def _has(self, name: str) -> bool:
+        return (self.directory / name).exists()
+
+
+def check(group: Group) -> int:
+    """Run one epoch in which the ranks load the model, run its example, say what came out and end; 0 if that went well."""
+    number, directory = rundir.next_epoch(group.run_dir, group.group)
+    command = [*torchrun_command(group, number), "--check"]
+    code = spawn(command, env=torchrun_environment(group.ranks, os.environ), stdin=subprocess.DEVNULL).wait()
+    report = rundir.cause(directory)
+    if code == 0 and report is None:
+        return 0
+    logger.error("the check failed: %s", report or f"torchrun exited with {code}")
+    return ModelLoadError.exit_code if report is not None and report.kind == "model" else 1
+
+
+class Launcher:
+    """Keeps one group alive until SIGTERM or SIGINT."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = replace(group, run_dir=group.run_dir.absolute())
+        self._restarts = Restarts(group.max_restarts)
+        self._stop = False
+        self._wake = -1  # a pipe's end that is readable once a signal has come
+
+    def run(self) -> int:
+        """Start, watch and respawn the group, in the main thread, until a stop; returns the process's exit code.
+
+        0 after a stop, 78 when the model cannot be loaded, 1 when the group does not become ready; the reason is
+        logged. Raises RunDirectoryError. When this returns, no process of the group is left.
+        """
+        rundir.prepare_run_dir(self._group.run_dir, self._group.group)
+        lock = rundir.claim(self._group.run_dir / f"launch-{self._group.group}.lock")
+        lifeline.adopt_orphans()
+        try:
+            with self._signals():
+                return self._keep()
+        finally:
+            os.close(lock)
+
+    def _keep(self) -> int:
+        while not self._stop:
+            number, directory = rundir.next_epoch(self._group.run_dir, self._group.group)
+            epoch = Epoch(number, directory, self._group, time.monotonic())
+            death = self._live(epoch)
+            if death is None:
+                epoch.log(logging.INFO, "has left")
+                rundir.remove(directory)
+                return 0
+            if self._stop:  # what was asked for, if not how
+                epoch.log(logging.WARNING, "ended at the stop: %s", death.text)
+                if epoch.ready is None:
+                    rundir.remove(directory)
+                return 0
+            epoch.log(logging.ERROR, "died: %s; what it left is in %s", death.text, directory)
+            try:
+                self._sleep(self._restarts.after(death))
+            except StartError as error:
+                epoch.log(logging.CRITICAL, "was the last: %s", error)
+                return error.exit_code
+        return 0
+
+    def _live(self, epoch: Epoch) -> Death | None:
+        """One epoch, from torchrun's start until no process of it is left; None if the end was an orderly one."""
+        command = torchrun_command(self._group, epoch.number)
+        torchrun = spawn(command, env=torchrun_environment(self._group.ranks, os.environ), stdin=subprocess.DEVNULL)
+        pidfd = os.pidfd_open(torchrun.pid)
+        epoch.log(logging.INFO, "starts: %d ranks under torchrun, pid %d", self._group.ranks, torchrun.pid)
+        reason: str | None = None
+        try:
+            while torchrun.poll() is None and reason is None:
+                self._sleep(POLL, pidfd)
+                lifeline.reap_orphans(but=torchrun.pid)
+                reason = epoch.look(time.monotonic(), self._stop)
+        finally:
+            os.close(pidfd)
+            self._end(torchrun, epoch)
+            rundir.close_sockets(epoch.directory)
+        return epoch.death(time.monotonic(), reason, torchrun.wait())
+
+    def _end(self, torchrun: subprocess.Popen[bytes], epoch: Epoch) -> None:
+        """Kill what is left, and wait until it has gone: the next epoch needs the memory of this one's devices."""
+        torchrun.kill()  # does nothing to one that has ended
+        torchrun.wait()
+        patience = time.monotonic() + GONE
+        while not lifeline.end_orphans(torchrun.pid):
+            if time.monotonic() >= patience:
+                epoch.log(logging.ERROR, "has ranks that SIGKILL did not end within %g s", GONE)
+                break
+            time.sleep(0.005)
+
+    def _sleep(self, seconds: float, pidfd: int | None = None) -> None:
+        """Until the time is over, a signal comes, or the process of `pidfd` ends."""
+        poll = select.poll()
+        for fd in (self._wake, pidfd):
+            if fd is not None:
+                poll.register(fd, select.POLLIN)
+        if any(fd == self._wake for fd, _ in poll.poll(seconds * 1000)):
+            os.read(self._wake, 4096)
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        """SIGTERM and SIGINT set a flag and wake `_sleep`, and do nothing else."""
+
+        def record(number: int, frame: FrameType | None) -> None:
+            self._stop = True
+
+        self._wake, write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        woken = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        handlers = {number: signal.signal(number, record) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+            signal.set_wakeup_fd(woken)
+            os.close(self._wake)
+            os.close(write)

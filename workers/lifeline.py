@@ -1,0 +1,238 @@
+"""Dying together: parent-death signal, the peers' pidfds, step deadline, stacks; it knows no torch, queue or model.
+
+A group of ranks is either whole or dead. A rank that sees a peer's end, or its own step pass the deadline, fells the
+whole group; nobody repairs. Four threads hold that up, each for what the one before it cannot see:
+
+- the parent-death signal: the kernel kills a child whose parent died (torchrun, the launcher);
+- a watching thread in each rank: polls the peers' pidfds and the step's deadline. It needs the GIL;
+- the peers: a rank that is stopped or holds its GIL is felled by another's watching thread;
+- faulthandler's own thread, which needs no GIL: the backstop when a rank is alone, or all of them are stuck.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import json
+import os
+import select
+import signal
+import threading
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import NoReturn
+
+PARENT = "LIFELINE_PARENT"  # in the environment: the pid that a spawned process's children must have as parent
+BACKSTOP = 2.0  # seconds after the deadline at which faulthandler ends a rank that nobody else could
+STACKS = 0.1  # seconds that the peers have to write their stacks before they are killed; a dump takes 1.5 ms
+TICK = 0.1  # seconds between two looks at the deadline; a peer's death wakes the thread at once
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def die_with_parent(parent: int | None = None) -> None:
+    """SIGKILL this process when its parent ends; exit at once if the parent has gone already.
+
+    `parent` is the pid that must be the parent; by default what `workers.launch.spawn` left in the environment, or
+    whoever is the parent now. To be called first thing in a child, before any slow import. The kernel sends the signal
+    when the *thread* that forked ends, so a child must be started from its parent's main thread.
+    """
+    if parent is None:
+        parent = int(os.environ.get(PARENT, os.getppid()))
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before the line above
+        os._exit(1)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of every descendant that loses its own, instead of init, so that none can be lost sight of."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def reap_orphans(but: int) -> None:
+    """Reap the adopted that have ended; `but` is the child of this process's own making, which is waited for elsewhere."""
+    with suppress(ChildProcessError):
+        while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and ended.si_pid != but:
+            os.waitpid(ended.si_pid, os.WNOHANG)
+
+
+def end_orphans(parent: int) -> bool:
+    """SIGKILL and reap what the process `parent`, which has ended, left to this one; whether nothing is left of it.
+
+    Those are the children of this process that `parent`'s pid is marked in (`PARENT`), after `adopt_orphans`.
+    """
+    mark = f"{PARENT}={parent}".encode()
+    left = False
+    for pid in [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]:
+        stat = process_stat(pid)
+        if stat is None or int(stat[1]) != os.getpid():
+            continue
+        with suppress(OSError):  # gone meanwhile
+            environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            if environment != [b""] and mark not in environment:
+                continue  # of another making; one with none is on its way out, perhaps with a device still in its hands
+            os.kill(pid, signal.SIGKILL)
+            left = os.waitpid(pid, os.WNOHANG)[0] == 0 or left
+    return not left
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One rank's process, named so that no other host, pid namespace or later process can be taken for it."""
+
+    rank: int
+    pid: int
+    boot_id: str
+    pid_namespace: int  # inode
+    start_time: int  # clock ticks since boot
+
+    @classmethod
+    def here(cls, rank: int) -> Member:
+        """This process."""
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        pid_namespace = Path("/proc/self/ns/pid").stat().st_ino
+        return cls(rank, os.getpid(), boot_id, pid_namespace, start_time(os.getpid()) or 0)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Member:
+        return cls(**json.loads(text))
+
+    def sees(self, other: Member) -> bool:
+        """Whether `other`'s pid means here what it means there."""
+        return (self.boot_id, self.pid_namespace) == (other.boot_id, other.pid_namespace)
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} (pid {self.pid})"
+
+
+class Lifeline:
+    """One rank's hold on its peers. Its files are in `epoch_dir`: stacks-<r>.txt, failed-<r>.json, released-<r>."""
+
+    def __init__(self, rank: int, epoch_dir: Path) -> None:
+        self.rank = rank
+        self._epoch_dir = epoch_dir
+        self._stacks = open(epoch_dir / f"stacks-{rank}.txt", "a")  # noqa: SIM115 - for the life of the process
+        faulthandler.enable(self._stacks)  # a segfault leaves its stacks too
+        faulthandler.register(signal.SIGUSR2, self._stacks, all_threads=True)
+        self._peers: dict[int, Member] = {}  # by pidfd
+        self._step: tuple[float, float, str] | None = (
+            None  # deadline (monotonic), seconds, what; replaced, never changed
+        )
+        self._released = False
+        self._felling = threading.Lock()
+
+    def watch(self, members: list[Member]) -> None:
+        """Hold the peers among `members`, and start the watching thread. A peer that has gone already fells the group.
+
+        Only those of this boot and this pid namespace are opened: elsewhere the same number is an innocent.
+        """
+        here = Member.here(self.rank)
+        gone = []
+        for member in members:
+            if member.rank == self.rank or not here.sees(member):
+                continue
+            try:
+                pidfd = os.pidfd_open(member.pid)
+            except ProcessLookupError:
+                gone.append(member)
+                continue
+            if start_time(member.pid) == member.start_time:
+                self._peers[pidfd] = member
+            else:  # the number has passed on to another process, which is none of ours
+                os.close(pidfd)
+                gone.append(member)
+        for member in gone:  # only now, with all the others in hand
+            self._mourn(member)
+        threading.Thread(target=self._watch, name="lifeline", daemon=True).start()
+
+    def begin(self, seconds: float, what: str) -> None:
+        """A step begins: unless `end` comes within `seconds`, the group is felled; `what` is said in the report."""
+        self._step = (time.monotonic() + seconds, seconds, what)
+        faulthandler.dump_traceback_later(seconds + BACKSTOP, exit=True, file=self._stacks)
+
+    def end(self) -> None:
+        """The step is over; no deadline holds until the next `begin`."""
+        self._step = None
+        faulthandler.cancel_dump_traceback_later()
+
+    def release(self) -> None:
+        """The group is leaving: from here on peers may exit, and so may this rank, without felling anyone."""
+        self._released = True
+        # The peers hear of it through a file, for they may see this rank's exit before they come to release themselves.
+        (self._epoch_dir / f"released-{self.rank}").touch()
+
+    def fell(self, kind: str, text: str) -> NoReturn:
+        """End the whole group now, this rank included, leaving failed-<rank>.json; `text` is one sentence.
+
+        For the kind "deadline" every rank's stacks are written first, within 100 ms.
+        """
+        self._felling.acquire()  # for ever: a second thread waits here for the end
+        try:
+            self._report(kind, text)
+            if kind == "deadline":
+                self._signal_peers(signal.SIGUSR2)
+                faulthandler.dump_traceback(self._stacks, all_threads=True)
+                time.sleep(STACKS)
+            self._signal_peers(signal.SIGKILL)
+        finally:
+            os._exit(1)
+
+    def _watch(self) -> None:
+        poll = select.poll()
+        for pidfd in self._peers:
+            poll.register(pidfd, select.POLLIN)
+        while True:
+            step = self._step
+            left = TICK if step is None else min(TICK, step[0] - time.monotonic())
+            for pidfd, _ in poll.poll(max(0.0, left * 1000)):
+                poll.unregister(pidfd)
+                self._mourn(self._peers[pidfd])
+            step = self._step
+            if step is not None and time.monotonic() >= step[0]:
+                self.fell("deadline", f"{step[2]} took longer than {step[1]:g} s")
+
+    def _mourn(self, peer: Member) -> None:
+        if not self._released and not (self._epoch_dir / f"released-{peer.rank}").exists():
+            self.fell("peer", f"{peer} died")
+
+    def _report(self, kind: str, text: str) -> None:
+        report = self._epoch_dir / f"failed-{self.rank}.json"
+        draft = report.with_suffix(f".{threading.get_ident()}")
+        with suppress(OSError):  # a full disk must not keep the group alive
+            draft.write_text(json.dumps({"rank": self.rank, "kind": kind, "text": text}))
+            with suppress(FileExistsError):  # the first word stays
+                os.link(draft, report)  # whole or not at all: a peer may kill this rank half-way
+            draft.unlink()
+
+    def _signal_peers(self, number: signal.Signals) -> None:
+        for pidfd in self._peers:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(pidfd, number)
+
+
+def start_time(pid: int) -> int | None:
+    """When the process began, in clock ticks since boot; None if there is none."""
+    stat = process_stat(pid)
+    return None if stat is None else int(stat[19])
+
+
+def process_stat(pid: int) -> list[str] | None:
+    """The fields of /proc/<pid>/stat from the state (0) and parent (1) on; None if there is no such process."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return text[text.rindex(")") + 2 :].split()  # the name before it may hold spaces and brackets
+
+
+def _prctl(option: int, value: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, *map(ctypes.c_ulong, (value, 0, 0, 0))) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))

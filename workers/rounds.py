@@ -1,0 +1,162 @@
+"""How bytes get from rank to rank and the receive buffers they land in; knows nothing of headers, parts or pickle."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+KEEP = 512 << 20
+"""Bytes of receive buffers that rank 0 holds on to for later steps."""
+CHUNK = 8 << 20
+"""Bytes a rank gives to one all_gather of the staged round; the device holds `1 + world` times as many."""
+
+Array = np.ndarray[Any, np.dtype[np.uint8]]
+Places = Sequence[range]
+"""Where each segment of one rank lies in that rank's receive buffer."""
+
+# torch 2.13 renamed it, and warns at each call by the old name
+_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def all_gather(everything: torch.Tensor, mine: torch.Tensor) -> None:
+    """Every rank's `mine`, one after the other in `everything`: sizes equal on all ranks."""
+    _gather(everything, mine)
+
+
+class Mover(Protocol):
+    """The second round: the segments of every rank but rank 0 to rank 0.
+
+    `sending` are this rank's segments, `places` those of all ranks, the same on every rank. Rank 0 gets a receive
+    buffer per rank (empty where nothing was sent, as for itself), the others nothing. `kind` is what all ranks must
+    have in common. Raises what the process group raises: it is dead then.
+    """
+
+    kind: int
+
+    def __call__(self, rank: int, sending: Sequence[Array], places: Sequence[Places]) -> list[memoryview]: ...
+
+
+class Exact:
+    """On gloo: each segment straight from where it lies to where it belongs, at its exact size."""
+
+    kind = 0
+
+    def __init__(self) -> None:
+        self._pool = Pool(KEEP, lambda n: np.empty(n, np.uint8))
+
+    def __call__(self, rank: int, sending: Sequence[Array], places: Sequence[Places]) -> list[memoryview]:
+        if rank:
+            _wait([dist.isend(_tensor(segment), 0) for segment in sending])
+            return []
+        buffers = [self._pool.take(extent(p)) for p in places]
+        wholes = [torch.from_numpy(np.asarray(b)) for b in buffers]
+        _wait([dist.irecv(wholes[r][p.start : p.stop], r) for r in range(1, len(places)) for p in places[r]])
+        return buffers
+
+
+class Staged:
+    """On NCCL: all_gathers of equal chunks, through pinned memory and a stream of its own.
+
+    Every buffer of the device is made here, so that nothing is allocated on it in a step. Only host memory is sent,
+    so the stream need not wait for the model's: whoever encoded a tensor of the device has waited already.
+    """
+
+    kind = 1
+
+    def __init__(self, device: torch.device, world: int, chunk: int = CHUNK) -> None:
+        self._cuda = device.type == "cuda"  # without it, the same steps on the CPU, for tests
+        self._chunk = chunk
+        self._stream = torch.cuda.Stream(device) if self._cuda else None  # type: ignore[no-untyped-call]
+        self._slots = [torch.empty(chunk, dtype=torch.uint8, pin_memory=self._cuda) for _ in range(2)]
+        self._copied = [torch.cuda.Event() for _ in self._slots if self._cuda]  # type: ignore[no-untyped-call]
+        self._mine = torch.empty(chunk, dtype=torch.uint8, device=device)
+        self._all = torch.empty(chunk * world, dtype=torch.uint8, device=device)
+        self._pool = Pool(KEEP, self._pinned)
+
+    def __call__(self, rank: int, sending: Sequence[Array], places: Sequence[Places]) -> list[memoryview]:
+        buffers = [self._pool.take(extent(p)) for p in places] if rank == 0 else []
+        wholes = [torch.from_numpy(np.asarray(b)) for b in buffers]
+        largest = max(map(extent, places))
+        with torch.cuda.stream(self._stream):
+            for k, at in enumerate(range(0, largest, self._chunk)):
+                n = min(self._chunk, largest - at)
+                self._fill(k % 2, sending, places[rank], range(at, at + n))
+                all_gather(self._all[: n * len(places)], self._mine[:n])
+                for r, whole in enumerate(wholes):
+                    target = whole[at : at + n]
+                    target.copy_(self._all[r * n : r * n + len(target)], non_blocking=True)
+        if self._stream:
+            self._stream.synchronize()
+        return buffers
+
+    def _fill(self, k: int, sending: Sequence[Array], places: Places, window: range) -> None:
+        """Bring what of the segments lies in `window` to the device."""
+        slot = self._slots[k]
+        if self._cuda:
+            self._copied[k].synchronize()  # the copy that read this slot last is done
+        host = slot.numpy()
+        for segment, place in zip(sending, places, strict=True):
+            lo, hi = max(place.start, window.start), min(place.stop, window.stop)
+            if lo < hi:
+                host[lo - window.start : hi - window.start] = segment[lo - place.start : hi - place.start]
+        self._mine[: len(window)].copy_(slot[: len(window)], non_blocking=True)
+        if self._cuda:
+            self._copied[k].record(self._stream)
+
+    def _pinned(self, n: int) -> Array:
+        array: Array = torch.empty(n, dtype=torch.uint8, pin_memory=self._cuda).numpy()
+        return array
+
+
+class Pool:
+    """Receive buffers, each used again once no view of it is left; it holds on to at most `keep` bytes."""
+
+    def __init__(self, keep: int, allocate: Callable[[int], Array]) -> None:
+        self._keep = keep
+        self._allocate = allocate
+        self._held: list[tuple[Array, weakref.ref[Array]]] = []  # and what is lent of each; the latest last
+
+    def take(self, n: int) -> memoryview:
+        """`n` bytes that nobody looks at, contents undefined."""
+        if not n:
+            return memoryview(bytearray())
+        size = max(1 << 16, 1 << (n - 1).bit_length())  # few sizes: one fits again; untouched pages are free
+        for i, (buffer, lent) in enumerate(self._held):
+            if buffer.nbytes == size and lent() is None:
+                del self._held[i]
+                break
+        else:
+            buffer = self._allocate(size)
+        view = buffer[:n]  # every memoryview, array and tensor made of it keeps this very object alive
+        self._held.append((buffer, weakref.ref(view)))
+        while sum(held.nbytes for held, _ in self._held) > self._keep:
+            del self._held[0]  # if it is lent, its views own it now
+        return view.data
+
+
+def extent(places: Places) -> int:
+    """Bytes of the receive buffer that `places` fill."""
+    return places[-1].stop if places else 0
+
+
+def _tensor(segment: Array) -> torch.Tensor:
+    return torch.from_numpy(segment if segment.flags.writeable else np.asarray(_Writable(segment)))
+
+
+class _Writable:
+    """Read-only memory that says it is writable: torch warns otherwise, and a send only reads."""
+
+    def __init__(self, array: Array) -> None:
+        self._array = array
+        self.__array_interface__ = dict(array.__array_interface__, data=(array.ctypes.data, False))
+
+
+def _wait(works: Sequence[dist.Work | None]) -> None:
+    for work in works:
+        assert work is not None, "this process is not in the group"
+        work.wait()

@@ -1,0 +1,124 @@
+"""The run directory: checks, locks, the epoch counter, the epochs' directories and reports; it starts no process."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import shutil
+import stat
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from workers.errors import RunDirectoryError
+
+IPC_PATH = 107  # bytes a socket's path may have
+KEPT = 3  # dead epochs of a group whose directories stay for the post-mortem
+
+
+def prepare_run_dir(path: Path, group: str = "0") -> None:
+    """Make the run directory, 0700, or check the one that is there: ours, private, and short enough for its sockets."""
+    longest = path.absolute() / "epochs" / f"{group}-{10**6 - 1}" / "rank-999.sock"
+    if (excess := len(os.fsencode(longest)) - IPC_PATH) > 0:
+        raise RunDirectoryError(f"{path} is {excess} bytes too long: a socket's path in it may have {IPC_PATH} at most")
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = path.lstat()  # a symbolic link is not followed: in /dev/shm anyone may have put it there
+    except OSError as error:
+        raise RunDirectoryError(f"{path} cannot be made: {error.strerror}") from error
+    if not stat.S_ISDIR(found.st_mode):
+        raise RunDirectoryError(f"{path} is a symbolic link, not a directory")
+    if found.st_uid != os.geteuid():
+        raise RunDirectoryError(f"{path} belongs to user {found.st_uid}, not to {os.geteuid()}")
+    if (mode := stat.S_IMODE(found.st_mode)) & 0o077:
+        raise RunDirectoryError(f"{path} has mode {mode:04o}; it must be 0700, for others could reach into the queue")
+
+
+def claim(path: Path) -> int:
+    """Lock the file at `path` for as long as this process lives or the returned file descriptor is open.
+
+    Raises RunDirectoryError, with the holder's pid where it can be read, when another process has it.
+    """
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        raise RunDirectoryError(f"{path} cannot be opened: {error.strerror}") from error
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        pid = os.pread(fd, 20, 0).decode(errors="replace").strip()
+        os.close(fd)
+        raise RunDirectoryError(f"{path} is held by {f'process {pid}' if pid else 'another process'}") from error
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, b"%d\n" % os.getpid(), 0)
+    return fd
+
+
+def next_epoch(run_dir: Path, group: str) -> tuple[int, Path]:
+    """Count the group's epochs up by one, for the holder of its lock; returns the number and its new, empty directory.
+
+    The number was never given before in this run directory. All but the last three dead epochs are removed.
+    """
+    counter, dead = run_dir / f"epoch-{group}", _epochs(run_dir, group)
+    last = max(dead, default=0)
+    with suppress(FileNotFoundError, ValueError):  # ValueError: cut short by a full disk; the directories know better
+        last = max(last, int(counter.read_text()))
+    for epoch in sorted(dead)[:-KEPT]:
+        remove(dead.pop(epoch))
+    for directory in dead.values():  # of a launcher that was killed
+        close_sockets(directory)
+    draft = counter.with_suffix(".new")
+    draft.write_text(f"{last + 1}\n")
+    draft.replace(counter)
+    directory = run_dir / "epochs" / f"{group}-{last + 1}"
+    directory.parent.mkdir(mode=0o700, exist_ok=True)
+    directory.mkdir(mode=0o700)
+    return last + 1, directory
+
+
+def remove(epoch_dir: Path) -> None:
+    shutil.rmtree(epoch_dir, ignore_errors=True)
+
+
+def close_sockets(epoch_dir: Path) -> None:
+    """Remove a dead epoch's socket files, which survive their owners; the rest is for the post-mortem."""
+    for path in epoch_dir.glob("*"):
+        if path.is_socket():
+            path.unlink()
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a rank wrote before it felled its group (`Lifeline.fell`)."""
+
+    rank: int
+    kind: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.text} ({self.kind}, rank {self.rank})"
+
+
+def cause(epoch_dir: Path) -> Report | None:
+    """Of all reports of a dead epoch the one that tells why it died; None if no rank left one.
+
+    Several ranks may have reported before they were killed. A fault of a rank's own goes before a peer's death, which
+    it caused, and that before an error in a collective, which both cause; among equals the first in time.
+    """
+    reports = []
+    for file in epoch_dir.glob("failed-*.json"):
+        with suppress(OSError, ValueError, TypeError, KeyError):  # not written by us: then it says nothing
+            fields = json.loads(file.read_text())
+            report = Report(int(fields["rank"]), str(fields["kind"]), str(fields["text"]))
+            reports.append((_AFTER.get(report.kind, 0), file.stat().st_mtime_ns, report.rank, report))
+    return min(reports)[-1] if reports else None
+
+
+_AFTER = {"peer": 1, "collective": 2}
+
+
+def _epochs(run_dir: Path, group: str) -> dict[int, Path]:
+    matches = [(re.fullmatch(re.escape(group) + r"-(\d+)", path.name), path) for path in run_dir.glob("epochs/*")]
+    return {int(match[1]): path for match, path in matches if match}
