@@ -90,18 +90,6 @@ class Connection(HttpToolsProtocol):
             self.parser.feed_data(b"POST / HTTP/1.1\r\n%s\r\n" % b"".join(b"%s: %s\r\n" % field for field in framing))
             self._replay = False
 
-    def on_message_begin(self) -> None:
-        if not self._replay:
-            super().on_message_begin()
-
-    def on_url(self, url: bytes) -> None:
-        if not self._replay:
-            super().on_url(url)
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        if not self._replay:
-            super().on_header(name, value)
-
     def on_headers_complete(self) -> None:
         if self._replay:
             return
@@ -177,6 +165,7 @@ class Connection(HttpToolsProtocol):
                 self.transport.close()
                 return
         body = text.encode()
+        header += b"".join(b"%s: %s\r\n" % field for field in self.server_state.default_headers)
         self.transport.write(
             b"HTTP/1.1 %d %s\r\n%scontent-type: text/plain; charset=utf-8\r\ncontent-length: %d\r\n"
             b"connection: close\r\n\r\n%s" % (status, http.HTTPStatus(status).phrase.encode(), header, len(body), body)

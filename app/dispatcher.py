@@ -364,7 +364,7 @@ class Dispatcher:
             request.forward += forward
             request.collect += result.collect_seconds
         failures: dict[int, PhalanxError] = {one.index: by_type(one.type)(one.detail) for one in result.failures}
-        expected = [len(lengths) for lengths in _shards_sizes(flight.size, group.hello.world)]
+        expected = [len(lengths) for lengths in wire.shares(flight.size, group.hello.world)]
         if [len(lengths) for lengths in result.lengths] != expected or len(payload) != group.hello.world:
             log.error("%s answered %s items for %s", group.name, [len(one) for one in result.lengths], expected)
             error = InternalError("the group's answer does not fit the step")
@@ -454,11 +454,6 @@ def _request(piece: Piece) -> Request:
     return piece.job
 
 
-def _shards_sizes(size: int, world: int) -> list[range]:
-    """Contiguous shares that differ by at most one item, as `workers.collect.shares` cuts them."""
-    return [range(r * size // world, (r + 1) * size // world) for r in range(world)]
-
-
 def _shards(batch: Batch | None, world: int) -> tuple[Form, list[list[int]], list[Buffer]]:
     """A batch as one payload frame a rank, with the lengths of the items in it."""
     if batch is None:
@@ -469,7 +464,7 @@ def _shards(batch: Batch | None, world: int) -> tuple[Form, list[list[int]], lis
     payload: list[Buffer] = []
     pieces = iter(batch.pieces)
     job, start, stop = next(pieces)
-    for share in _shards_sizes(batch.size, world):
+    for share in wire.shares(batch.size, world):
         parts: list[tuple[codecs.Items, int, int]] = []
         wanted = len(share)
         while wanted:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
-import os
+import random
 import re
 from collections.abc import Awaitable, Callable, Collection, MutableMapping
 from typing import Any
@@ -44,7 +44,7 @@ class Door:
             return await self.app(scope, receive, send)
         headers = {name: value for name, value in scope["headers"] if name in _READ}
         given = headers.get(b"x-request-id", b"")
-        request_id = given if _REQUEST_ID.fullmatch(given) else os.urandom(16).hex().encode()
+        request_id = given if _REQUEST_ID.fullmatch(given) else b"%032x" % random.getrandbits(128)
         scope.setdefault("state", {})["request_id"] = request_id.decode()
         visit = _Visit(receive, send, request_id, self.max_body_bytes)
         # A request without a body has nothing to be left unread, so its receive needs no watching.

@@ -53,6 +53,7 @@ class Server:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop = asyncio.Event()
         self._stopping = False
+        self._signalled = False
         self._failure: Exception | None = None
 
     def bind(self) -> tuple[str, int]:
@@ -101,7 +102,7 @@ class Server:
         try:
             await _Uvicorn(config, self._until_drained).serve(sockets=[listener])
         except _NotStarted:
-            raise self._failure or StartError("the app did not start") from None
+            raise self._failure or StartError("the app knows no lifespan") from None
         finally:
             self._loop = None
         log.info("stopped")
@@ -130,7 +131,9 @@ class Server:
         async def forward(message: MutableMapping[str, Any]) -> None:
             nonlocal started
             started = started or message["type"] == "lifespan.startup.complete"
-            if message["type"] != "lifespan.startup.failed":
+            if message["type"] == "lifespan.startup.failed":
+                self._failure = StartError(message.get("message") or "the app did not start")
+            else:
                 await send(message)
 
         try:
@@ -155,8 +158,9 @@ class Server:
                 signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._stopping:
+        if self._signalled:
             os._exit(128 + number)
+        self._signalled = True
         self.stop()
 
 

@@ -7,7 +7,7 @@ import difflib
 import logging
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -162,9 +162,9 @@ def load(flags: Mapping[str, object] | None = None) -> Settings:
             links[0],
         )
     fields = Settings.model_fields
-    keys = [_key(name) for name in fields]
-    faults = [_unknown(key, keys) for key in environment if key not in keys and key not in links]
-    faults += [_unknown(_flag(name), [_flag(field) for field in fields]) for name in flags if name not in fields]
+    names = [key.removeprefix(PREFIX).lower() for key in environment if key not in links]
+    faults = [_unknown(name, _key) for name in names if name not in fields]
+    faults += [_unknown(name, _flag) for name in flags if name not in fields]
     try:
         settings = Settings(**{name: value for name, value in flags.items() if name in fields})  # type: ignore[arg-type]
     except ValidationError as error:
@@ -237,14 +237,14 @@ def _read_keys(path: Path) -> tuple[bytes, ...]:
 
 def _is_service_link(key: str, value: str) -> bool:
     """Whether Kubernetes made the variable: it does for a service that is called phalanx or phalanx-something."""
-    if re.fullmatch(PREFIX + r"(\w+_)?PORT", key):
-        return re.match(r"(tcp|udp|sctp)://", value) is not None
-    return re.fullmatch(PREFIX + r"(SERVICE_\w+|\w+_SERVICE_(HOST|PORT)(_\w+)?|(\w+_)?PORT_\d+_\w+)", key) is not None
+    if re.fullmatch(PREFIX + r"(SERVICE_\w+|\w+_SERVICE_(HOST|PORT)(_\w+)?|(\w+_)?PORT_\d+_\w+)", key):
+        return True
+    return re.fullmatch(PREFIX + r"(\w+_)?PORT", key) is not None and re.match(r"(tcp|udp|sctp)://", value) is not None
 
 
-def _unknown(key: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(key, known, n=1)
-    return f"{key} is not a setting" + (f": did you mean {near[0]}?" if near else "")
+def _unknown(name: str, written: Callable[[str], str]) -> str:
+    near = difflib.get_close_matches(name, Settings.model_fields, n=1)
+    return f"{written(name)} is not a setting" + (f": did you mean {written(near[0])}?" if near else "")
 
 
 # What is expected, where pydantic's own words ("Input should be ...") would not help.

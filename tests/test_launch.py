@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from workers import launch, lifeline, rundir
+from workers import epoch, launch, lifeline, rundir
+from workers.epoch import Death, Restarts
 from workers.errors import ModelLoadError, RunDirectoryError, StartError
-from workers.launch import Death, Restarts
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -55,7 +55,8 @@ class Launched:
     def pids(self, epoch: int) -> list[int]:
         """Those of the ranks, once both have one."""
         files = [self.epoch_dir(epoch) / f"pid-{rank}" for rank in range(2)]
-        return [int(until(lambda file=file: file.exists() and file.read_text())) for file in files]
+        until(lambda: all(file.exists() and file.read_text() for file in files))
+        return [int(file.read_text()) for file in files]
 
     def agent(self) -> int:
         """The pid of what stands for torchrun."""
@@ -338,7 +339,7 @@ def test_torchrun_itself_a_rank_stopped_beside_a_failed_start(launched: Launch) 
     launcher = launched("stopped-beside-a-failure", torchrun=True)
     first = launcher.pids(1)
     until(lambda: (launcher.epoch_dir(1) / "failed-0.json").exists())
-    assert gone(first, launch.REPORTED + AT_ONCE)
+    assert gone(first, epoch.REPORTED + AT_ONCE)
     launcher.ready(2)
 
 
@@ -374,7 +375,7 @@ def test_the_cause_is_a_ranks_own_fault_before_what_followed_from_it(tmp_path: P
         (tmp_path / f"failed-{rank}.json").write_text(json.dumps({"rank": rank, "kind": kind, "text": "it"}))
         os.utime(tmp_path / f"failed-{rank}.json", (rank, rank))
     found = []
-    while cause := rundir.cause(tmp_path):
+    while cause := epoch.cause(tmp_path):
         found.append(cause.kind)
         (tmp_path / f"failed-{cause.rank}.json").unlink()
     assert found == ["deadline", "exception", "peer", "collective"]
@@ -383,7 +384,7 @@ def test_the_cause_is_a_ranks_own_fault_before_what_followed_from_it(tmp_path: P
 def test_a_report_that_is_none_of_ours_says_nothing(tmp_path: Path) -> None:
     (tmp_path / "failed-0.json").write_text("[]")
     (tmp_path / "failed-1.json").write_text('{"rank": ')
-    assert rundir.cause(tmp_path) is None
+    assert epoch.cause(tmp_path) is None
 
 
 # --- the run directory -----------------------------------------------------------------------------------------------

@@ -118,6 +118,15 @@ def test_a_rank_that_fells_the_group_takes_all_with_it_and_says_why(start: Start
     assert report(tmp_path, 2) == {"rank": 2, "kind": "collective", "text": "connection-reset"}
 
 
+def test_a_connection_that_broke_by_a_peers_death_is_reported_as_that(start: Start, tmp_path: Path) -> None:
+    ranks = start(2)
+    ranks[0].say("break connection-reset", "holding")
+    ranks[1].process.kill()
+    all_gone(ranks)
+    died = f"rank 1 (pid {ranks[1].pid}) died, seen here as: connection-reset"
+    assert report(tmp_path, 0) == {"rank": 0, "kind": "peer", "text": died}
+
+
 def test_the_first_report_of_a_rank_stays(start: Start, tmp_path: Path) -> None:
     ranks = start(1)
     (tmp_path / "failed-0.json").write_text('{"rank": 0, "kind": "model", "text": "the first word"}')

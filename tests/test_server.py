@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
+import resource
+import select
 import signal
 import socket
 import subprocess
@@ -29,14 +30,14 @@ ROOT = Path(__file__).parent.parent
 
 
 async def hello(scope: Any, receive: Any, send: Any) -> None:
-    """Reads the body to its end and answers with its length; `/early` answers first, `/big` with 64 MiB."""
+    """Reads the body to its end and answers with its length, or to `/big` with 64 MiB."""
     if scope["type"] == "lifespan":
         await receive()
         await send({"type": "lifespan.startup.complete"})
         await receive()
         await send({"type": "lifespan.shutdown.complete"})
         return
-    size, more = 0, scope["path"] != "/early"
+    size, more = 0, True
     while more:
         message = await receive()
         if message["type"] == "http.disconnect":
@@ -47,7 +48,7 @@ async def hello(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-async def no_drain(timeout: float) -> None:
+async def no_drain(_: float) -> None:
     pass
 
 
@@ -55,9 +56,10 @@ Connect = Callable[[], socket.socket]
 
 
 @contextlib.contextmanager
-def serving(app: Any = hello, host: str = "127.0.0.1", **limits: Any) -> Iterator[Connect]:
+def serving(app: Any = hello, settings: dict[str, object] | None = None, **limits: Any) -> Iterator[Connect]:
     """A server in a thread; yields a function that connects to it."""
-    server = Server(app, load({"host": host, "port": 0}), drain=no_drain, limits=Limits(**limits))
+    own = Limits(**limits) if limits else None
+    server = Server(app, load({"port": 0} | (settings or {})), drain=no_drain, limits=own)
     address = server.bind()
     thread = threading.Thread(target=server.run)
     thread.start()
@@ -68,6 +70,13 @@ def serving(app: Any = hello, host: str = "127.0.0.1", **limits: Any) -> Iterato
             server.stop()
             thread.join(10)
             assert not thread.is_alive()
+
+
+@pytest.fixture(scope="module")
+def usual() -> Iterator[Connect]:
+    """The server with the limits that it has by default."""
+    with serving() as connect:
+        yield connect
 
 
 def answer(client: socket.socket) -> bytes:
@@ -85,54 +94,49 @@ def one_answer(client: socket.socket, end: bytes) -> bytes:
     return got
 
 
-def test_a_request_is_answered_and_the_connection_kept_without_naming_the_server() -> None:
-    with serving() as connect:
-        client = connect()
-        for _ in range(3):
-            client.sendall(GET)
-            got = one_answer(client, b"\r\n\r\n0").lower()
-            assert got.startswith(b"http/1.1 200 ok\r\n")
-            assert b"server:" not in got
-            assert b"connection:" not in got
-            assert b"date:" in got
+def test_a_request_is_answered_and_the_connection_kept_without_naming_the_server(usual: Connect) -> None:
+    client = usual()
+    for _ in range(3):
+        client.sendall(GET)
+        got = one_answer(client, b"\r\n\r\n0").lower()
+        assert got.startswith(b"http/1.1 200 ok\r\n")
+        assert b"server:" not in got
+        assert b"connection:" not in got
+        assert b"date:" in got
 
 
-def test_a_head_of_32_kib_is_taken_and_a_larger_one_is_431() -> None:
-    with serving() as connect:
-        for size, status in ((32 * 1024, b"200"), (32 * 1024 + 1, b"431")):
-            client = connect()
-            start, end = b"GET / HTTP/1.1\r\n", b"\r\nconnection: close\r\n\r\n"
-            filler = size - len("/") - len("connectionclose") - 4 - len("a") - 4
-            client.sendall(start + b"a: " + b"x" * filler + end)
-            assert answer(client).startswith(b"HTTP/1.1 " + status)
+def test_a_head_of_32_kib_is_taken_and_a_larger_one_is_431(usual: Connect) -> None:
+    for size, status in ((32 * 1024, b"200"), (32 * 1024 + 1, b"431")):
+        client = usual()
+        start, end = b"GET / HTTP/1.1\r\n", b"\r\nconnection: close\r\n\r\n"
+        filler = size - len("/") - len("connectionclose") - 4 - len("a") - 4
+        client.sendall(start + b"a: " + b"x" * filler + end)
+        assert answer(client).startswith(b"HTTP/1.1 " + status)
 
 
-def test_a_head_that_never_ends_is_431_and_the_connection_is_closed() -> None:
-    with serving() as connect:
-        client = connect()
-        client.sendall(b"GET / HTTP/1.1\r\na: ")
-        with contextlib.suppress(ConnectionError):
-            for _ in range(64):
-                client.sendall(b"x" * 1024)
-        got = answer(client)
-        assert got.startswith(b"HTTP/1.1 431 ")
-        assert b"connection: close\r\n" in got
+def test_a_head_that_never_ends_is_431_and_the_connection_is_closed(usual: Connect) -> None:
+    client = usual()
+    client.sendall(b"GET / HTTP/1.1\r\na: ")
+    with contextlib.suppress(ConnectionError):
+        for _ in range(64):
+            client.sendall(b"x" * 1024)
+    got = answer(client)
+    assert got.startswith(b"HTTP/1.1 431 ")
+    assert b"connection: close\r\n" in got
 
 
-def test_a_large_body_in_the_same_piece_as_its_head_is_no_large_head() -> None:
-    with serving() as connect:
-        client = connect()
-        client.sendall(b"POST / HTTP/1.1\r\ncontent-length: 200000\r\nconnection: close\r\n\r\n" + bytes(200_000))
-        assert answer(client).endswith(b"200000")
+def test_a_large_body_in_the_same_piece_as_its_head_is_no_large_head(usual: Connect) -> None:
+    client = usual()
+    client.sendall(b"POST / HTTP/1.1\r\ncontent-length: 200000\r\nconnection: close\r\n\r\n" + bytes(200_000))
+    assert answer(client).endswith(b"200000")
 
 
-def test_a_large_head_behind_another_request_is_refused_after_the_first_answer() -> None:
-    with serving() as connect:
-        client = connect()
-        client.sendall(GET + b"GET / HTTP/1.1\r\na: " + b"x" * 40_000 + b"\r\n\r\n")
-        got = answer(client)
-        assert got.startswith(b"HTTP/1.1 200 ")
-        assert got.count(b"HTTP/1.1 ") == 1
+def test_a_large_head_behind_another_request_is_refused_after_the_first_answer(usual: Connect) -> None:
+    client = usual()
+    client.sendall(GET + b"GET / HTTP/1.1\r\na: " + b"x" * 40_000 + b"\r\n\r\n")
+    got = answer(client)
+    assert got.startswith(b"HTTP/1.1 200 ")
+    assert got.count(b"HTTP/1.1 ") == 1
 
 
 def test_a_head_that_does_not_come_in_time_is_408() -> None:
@@ -145,10 +149,10 @@ def test_a_head_that_does_not_come_in_time_is_408() -> None:
 def test_a_head_that_trickles_is_408_all_the_same() -> None:
     with serving(head_time=0.3) as connect:
         client = connect()
-        with contextlib.suppress(ConnectionError):
-            for byte in b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 100:
-                client.sendall(bytes([byte]))
-                time.sleep(0.02)
+        for byte in b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 1000:
+            client.sendall(bytes([byte]))
+            if select.select([client], [], [], 0.02)[0]:
+                break
         assert answer(client).startswith(b"HTTP/1.1 408 ")
 
 
@@ -177,7 +181,7 @@ def test_a_body_may_take_longer_than_a_head() -> None:
 
 
 def test_connections_over_the_limit_are_503_and_a_place_that_is_given_back_is_taken_again() -> None:
-    with serving(connections=2) as connect:
+    with serving(settings={"max_connections": 2}) as connect:
         first, second = connect(), connect()
         for client in (first, second):
             client.sendall(GET)
@@ -186,31 +190,29 @@ def test_connections_over_the_limit_are_503_and_a_place_that_is_given_back_is_ta
         assert got.startswith(b"HTTP/1.1 503 ")
         assert b"retry-after: 1\r\n" in got
         first.close()
-        for _ in range(100):  # the server hears of it in its own time
-            third = connect()
-            third.sendall(GET)
-            if third.recv(65536).startswith(b"HTTP/1.1 200 "):
-                break
-        else:
-            pytest.fail("the place was not given back")
+        got = b""
+        while not got.startswith(b"HTTP/1.1 200 "):  # the server hears of it in its own time
+            with contextlib.suppress(ConnectionError), connect() as third:
+                third.sendall(GET)
+                got = third.recv(65536)
 
 
-@pytest.mark.parametrize("noise", [b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", b"hello\r\n\r\n", b"GET / SPDY/9\r\n\r\n"])
-def test_what_is_not_http_is_a_plain_400(noise: bytes) -> None:
-    with serving() as connect:
-        client = connect()
-        client.sendall(noise)
-        got = answer(client)
-        assert got.startswith(b"HTTP/1.1 400 ")
-        assert b"text/plain" in got
+@pytest.mark.parametrize(
+    "noise", [b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", b"hello\r\n\r\n", b"GET / SPDY/9\r\n\r\n"]
+)
+def test_what_is_not_http_is_a_plain_400(noise: bytes, usual: Connect) -> None:
+    client = usual()
+    client.sendall(noise)
+    got = answer(client)
+    assert got.startswith(b"HTTP/1.1 400 ")
+    assert b"text/plain" in got
 
 
-def test_a_refused_client_that_goes_on_sending_still_reads_its_answer() -> None:
-    with serving() as connect:
-        client = connect()
-        client.sendall(b"GARBAGE\r\n\r\n" + bytes(2**20))
-        client.sendall(bytes(2**20))
-        assert answer(client).startswith(b"HTTP/1.1 400 ")
+def test_a_refused_client_that_goes_on_sending_still_reads_its_answer(usual: Connect) -> None:
+    client = usual()
+    client.sendall(b"GARBAGE\r\n\r\n" + bytes(2**20))
+    client.sendall(bytes(2**20))
+    assert answer(client).startswith(b"HTTP/1.1 400 ")
 
 
 def test_a_broken_chunk_is_400_and_the_app_hears_of_a_disconnect() -> None:
@@ -231,24 +233,37 @@ def test_a_broken_chunk_is_400_and_the_app_hears_of_a_disconnect() -> None:
         assert heard.wait(5)
 
 
-def test_a_request_that_asks_for_another_protocol_is_answered_in_this_one_and_closed() -> None:
-    with serving() as connect:
-        client = connect()
-        client.sendall(
-            b"POST / HTTP/1.1\r\nconnection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: x\r\n"
-            b"content-length: 3\r\n\r\nabc"
-        )
-        got = answer(client)
-        assert got.startswith(b"HTTP/1.1 200 ")
-        assert got.endswith(b"\r\n\r\n3")
+def test_requests_that_ask_for_another_protocol_are_answered_in_this_one_with_their_bodies(usual: Connect) -> None:
+    head = b"POST / HTTP/1.1\r\nconnection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: x\r\n"
+    sized, chunked = b"content-length: 3\r\n\r\nabc", b"transfer-encoding: chunked\r\n\r\n4\r\nabcd\r\n0\r\n\r\n"
+    client = usual()
+    for body, size in ((sized, b"3"), (b"\r\n", b"0"), (chunked, b"4"), (sized, b"3")):
+        client.sendall(head + body[:-2])
+        client.sendall(body[-2:])
+        assert one_answer(client, b"\r\n\r\n" + size).startswith(b"HTTP/1.1 200 ")
+    client.sendall((head + sized) * 2 + GET)
+    assert one_answer(client, b"\r\n\r\n0").count(b"HTTP/1.1 200 ") == 3
 
 
 def test_a_client_that_does_not_take_its_answer_is_cut_off() -> None:
-    with serving(stall_time=0.3) as connect:
+    cut_off = threading.Event()
+
+    async def flood(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan":
+            return await hello(scope, receive, send)
+        await receive()
+        gone = asyncio.ensure_future(receive())
+        await send({"type": "http.response.start", "status": 200})
+        while not gone.done():
+            await send({"type": "http.response.body", "body": bytes(2**16), "more_body": True})
+            await asyncio.sleep(0)
+        cut_off.set()
+        return None
+
+    with serving(flood, stall_time=0.2) as connect:
         client = connect()
-        client.sendall(b"GET /big HTTP/1.1\r\nhost: x\r\n\r\n")
-        time.sleep(1.5)
-        assert len(answer(client)) < 2**26
+        client.sendall(GET)
+        assert cut_off.wait(10)
 
 
 def test_a_slow_client_that_takes_its_answer_gets_all_of_it() -> None:
@@ -275,7 +290,7 @@ def test_a_host_that_is_not_here_is_named() -> None:
 
 
 def test_localhost_is_127_0_0_1() -> None:
-    with serving(host="localhost") as connect:
+    with serving(settings={"host": "localhost"}) as connect:
         assert connect().getpeername()[0] == "127.0.0.1"
 
 
@@ -287,50 +302,187 @@ def test_an_error_in_the_lifespan_reaches_the_caller_as_it_is() -> None:
         Server(failing, load({"port": 0}), drain=no_drain).run()
 
 
+def test_an_app_that_says_it_does_not_start_is_not_served() -> None:
+    async def failing(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        await send({"type": "lifespan.startup.failed", "message": "not today"})
+
+    with pytest.raises(StartError, match="not today"):
+        Server(failing, load({"port": 0}), drain=no_drain).run()
+
+
+def test_a_stop_before_the_start_is_not_forgotten() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    server = Server(hello, load({"port": 0}), drain=no_drain)
+    server.stop()
+    assert server.run() == 0
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize(("soft", "hard", "allowed", "warns"), [(64, 100_000, 2304, 0), (64, 1000, 1000, 1)])
+def test_the_limit_on_open_files_is_raised_to_what_the_connections_need(
+    soft: int, hard: int, allowed: int, warns: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    limits = {resource.RLIMIT_NOFILE: (soft, hard)}
+    monkeypatch.setattr(resource, "getrlimit", limits.__getitem__)
+    monkeypatch.setattr(resource, "setrlimit", limits.__setitem__)
+    server = Server(hello, load({"port": 0}), drain=no_drain)
+    server.stop()
+    server.run()
+    assert limits == {resource.RLIMIT_NOFILE: (allowed, hard)}
+    assert len([record for record in caplog.records if record.levelname == "WARNING"]) == warns
+
+
 PROGRAM = """
-import asyncio, sys
+import asyncio, logging, sys, time
+import app.server as app_server
 from app.server import Server
 from app.settings import load
-from tests.test_server import hello
 
-served = asyncio.Event()
-admitted = 0
+draining, answered = asyncio.Event(), asyncio.Event()
 
 async def app(scope, receive, send):
-    "`/slow` is answered when the drain begins; everything else once draining is 503."
-    global admitted
     if scope["type"] == "lifespan":
-        return await hello(scope, receive, send)
-    slow = scope["path"] == "/slow"
-    if slow:
-        admitted += 1
-        print("slow", flush=True)
+        await receive()
+        await send({"type": "lifespan.startup.complete"})
+        await receive()
+        print("lifespan over", flush=True)
+        return await send({"type": "lifespan.shutdown.complete"})
+    if scope["path"] == "/stuck":
+        print("stuck", flush=True)
+        time.sleep(60)
+    if scope["path"] == "/never":
+        print("never", flush=True)
+        await asyncio.Event().wait()
+    if scope["path"] == "/slow":
+        print("admitted", flush=True)
         await draining.wait()
-        await asyncio.sleep(0.2)
-        admitted -= 1
-    status = 503 if draining.is_set() and not slow else 200
+        await asyncio.sleep(0.3)
+        answered.set()
+        status = 200
+    else:
+        status = 503 if draining.is_set() else 200
     await send({"type": "http.response.start", "status": status, "headers": [(b"content-length", b"0")]})
     await send({"type": "http.response.body"})
-    if not admitted:
-        served.set()
-
-draining = asyncio.Event()
 
 async def drain(timeout):
-    print("draining", timeout, flush=True)
     draining.set()
-    if sys.argv[1] == "waits":
-        await served.wait()
-        served.clear()
-        await served.wait()
-    elif sys.argv[1] == "hangs":
-        await asyncio.Event().wait()
-    elif sys.argv[1] == "fails":
-        raise RuntimeError("no")
+    print("draining", flush=True)
+    if sys.argv[1] == "fail":
+        raise RuntimeError("no drain today")
+    await (answered if sys.argv[1] == "wait" else asyncio.Event()).wait()
 
-import logging
 logging.basicConfig(level="INFO")
-server = Server(app, load({"port": 0, "drain_timeout": float(sys.argv[2])}), drain=drain)
+app_server.CLOSE_GRACE = 1
+server = Server(app, load({"port": 0, "drain_timeout": 0.5 if sys.argv[1] == "overrun" else 20}), drain=drain)
 print(server.bind()[1], flush=True)
 sys.exit(server.run())
 """
+
+
+class Process:
+    """PROGRAM, listening; `drain` is what its drain does: wait for /slow, hang, overrun its time or fail."""
+
+    def __init__(self, drain: str) -> None:
+        self.popen = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, drain], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
+        )
+        self.port = int(self.line())
+        self.ask("/").close()  # it serves
+
+    def line(self) -> str:
+        assert self.popen.stdout is not None
+        return self.popen.stdout.readline().strip()
+
+    def ask(self, path: str, *, read: bool = True) -> socket.socket:
+        client = socket.create_connection(("127.0.0.1", self.port), timeout=10)
+        client.sendall(b"GET %s HTTP/1.1\r\nhost: x\r\n\r\n" % path.encode())
+        if read:
+            one_answer(client, b"\r\n\r\n")
+        return client
+
+    def status(self, path: str) -> bytes:
+        with self.ask(path, read=False) as client:
+            return one_answer(client, b"\r\n\r\n").split()[1]
+
+    def signal(self, number: int) -> None:
+        self.popen.send_signal(number)
+
+    def end(self) -> tuple[int, str]:
+        """Waits for it to end by itself: exit code and what it logged."""
+        _, logged = self.popen.communicate(timeout=10)
+        return self.popen.returncode, logged
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[[str], Process]]:
+    started: list[Process] = []
+
+    def one(drain: str) -> Process:
+        started.append(Process(drain))
+        return started[-1]
+
+    yield one
+    for process in started:
+        process.popen.kill()
+        process.popen.communicate()
+
+
+Start = Callable[[str], Process]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_lets_the_admitted_finish_while_new_requests_get_their_503_and_exits_0(
+    start: Start, number: int
+) -> None:
+    process = start("wait")
+    slow = process.ask("/slow", read=False)
+    assert process.line() == "admitted"
+    process.signal(number)
+    assert process.line() == "draining"
+    assert process.status("/") == b"503"
+    assert answer(slow).startswith(b"HTTP/1.1 200 ")
+    slow.close()
+    assert process.line() == "lifespan over"
+    code, logged = process.end()
+    assert code == 0
+    assert f"listening on http://127.0.0.1:{process.port}" in logged
+    with pytest.raises(ConnectionRefusedError):
+        process.ask("/")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_ends_the_process_at_once(start: Start, number: int) -> None:
+    process = start("hang")
+    process.signal(signal.SIGTERM)
+    assert process.line() == "draining"
+    process.signal(number)
+    assert process.end()[0] == 128 + number
+
+
+def test_a_second_signal_ends_a_process_whose_loop_is_stuck(start: Start) -> None:
+    process = start("hang")
+    with process.ask("/stuck", read=False):
+        assert process.line() == "stuck"
+        process.signal(signal.SIGTERM)
+        process.signal(signal.SIGINT)
+        assert process.end()[0] in (130, 143)  # two pending signals come in no order
+
+
+@pytest.mark.parametrize(("drain", "says"), [("overrun", "did not keep to its 0.5 s"), ("fail", "no drain today")])
+def test_a_drain_that_overruns_or_fails_is_logged_and_the_stop_goes_on(start: Start, drain: str, says: str) -> None:
+    process = start(drain)
+    process.signal(signal.SIGTERM)
+    code, logged = process.end()
+    assert code == 0
+    assert says in logged
+
+
+def test_what_a_failed_drain_left_is_answered_in_the_grace_and_then_given_up(start: Start) -> None:
+    process = start("fail")
+    with process.ask("/slow", read=False) as slow, process.ask("/never", read=False) as never:
+        assert {process.line(), process.line()} == {"admitted", "never"}
+        process.signal(signal.SIGTERM)
+        assert answer(slow).startswith(b"HTTP/1.1 200 ")
+        assert answer(never).startswith(b"HTTP/1.1 500 ")
+    assert process.end()[0] == 0

@@ -16,9 +16,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from workers.encode import Packed, pack, segments, sentence, unpack
+from workers.encode import ALIGN, Packed, aligned, pack, segments, sentence, unpack
 from workers.errors import GroupError
 from workers.rounds import Array, Exact, Mover, Staged, all_gather
+from workers.wire import shares
+
+__all__ = ["Collector", "Desynchronised", "Part", "shares"]
 
 INLINE = 32 << 10
 """Bytes of a frame behind its header: the lengths of the segments, then the pickle if it fits."""
@@ -29,8 +32,6 @@ _MAGIC = b"PLX1"
 _OK, _ERROR = 0, 1
 _HEADER = struct.Struct("<4sBBHHHI6q")
 _FRAME = _HEADER.size + INLINE
-_ALIGN = 64  # so that arrays and tensors over a receive buffer are aligned as their own memory would be
-_ZEROS = bytes(_FRAME)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +46,6 @@ class Part:
 
 class Desynchronised(GroupError):
     """The ranks are not in the same step, or not in the same group. Every rank raises it alike."""
-
-
-def shares(n: int, world: int) -> list[range]:
-    """`n` items over `world` ranks: contiguous, in order, sizes that differ by at most one, the larger ones first."""
-    few, more = divmod(n, world)
-    return [range(r * few + min(r, more), (r + 1) * few + min(r + 1, more)) for r in range(world)]
 
 
 class Collector:
@@ -73,6 +68,7 @@ class Collector:
         self._all = torch.zeros(_FRAME * self._world, dtype=torch.uint8) if self._world > 1 else self._mine
         self._frame = self._mine.numpy().data
         self._frames = self._all.numpy().data
+        self._filled = 0  # bytes of the frame that are not zero
         self._dead: GroupError | None = None
 
     def collect(self, value: object, *, step: int, start: int, items: int, size: int) -> list[Part] | None:
@@ -98,7 +94,7 @@ class Collector:
             return None
         if gap:
             return [Part(h.start, h.items, None, gap) for h in headers]
-        return [Part(start, items, value, None), *map(self._read, headers[1:], places[1:], buffers[1:])]
+        return [Part(start, items, value, None), *map(self._read, headers[1:], buffers[1:])]
 
     def _write(self, value: object, step: int, start: int, items: int, size: int) -> list[Array]:
         """Make this rank's frame; returns the segments left for the second round. A bad value does not raise."""
@@ -113,18 +109,21 @@ class Collector:
                 _ERROR,
                 Packed([f"the result cannot be sent: {sentence(error)}".encode("utf-8", "replace")]),
             )
-        length = sum(map(len, packed.pickle))
-        inline = _fits(length, len(packed.buffers))
-        rest = [*packed.buffers] if inline else [*segments(packed.pickle), *packed.buffers]
-        sending: list[Array] = [np.frombuffer(segment, np.uint8) for segment in rest]
+        head, body = sum(map(len, packed.head)), segments(packed.body, ALIGN)
+        inline = _fits(head, len(body))
+        sending: list[Array] = [
+            np.frombuffer(s, np.uint8) for s in (body if inline else segments(packed.head, 1) + body)
+        ]
         lengths = [len(segment) for segment in sending]
-        shared = self._move.kind, self._rank, self._world, len(lengths), self._epoch & 0xFFFFFFFF, step
-        _HEADER.pack_into(self._frame, 0, _MAGIC, status, *shared, start, items, size, length, sum(lengths))
+        who = status, self._move.kind, self._rank, self._world, len(lengths), self._epoch & 0xFFFFFFFF
+        _HEADER.pack_into(self._frame, 0, _MAGIC, *who, step, start, items, size, head, sum(lengths))
         at = _HEADER.size
-        for piece in (struct.pack(f"<{len(lengths)}q", *lengths), *(packed.pickle if inline else ())):
+        for piece in (struct.pack(f"<{len(lengths)}q", *lengths), *(packed.head if inline else ())):
             self._frame[at : at + len(piece)] = piece
             at += len(piece)
-        self._frame[at:] = _ZEROS[at:]  # nothing of an earlier step travels
+        if at < self._filled:  # nothing of an earlier step travels
+            self._frame[at : self._filled] = bytes(self._filled - at)
+        self._filled = at
         return sending
 
     def _first_round(self, step: int, size: int) -> list[_Header]:
@@ -144,17 +143,17 @@ class Collector:
                 raise Desynchronised(f"the ranks are not in the same step: {'; '.join(said)}")
         return headers
 
-    def _read(self, h: _Header, places: list[range], buffer: memoryview) -> Part:
+    def _read(self, h: _Header, buffer: memoryview) -> Part:
         """Decode one rank's part; never raises for what is in it."""
-        at = h.rank * _FRAME + _HEADER.size + 8 * h.segments
-        data, own = self._frames[at : at + h.pickle], 0
-        if h.pickle and not _fits(h.pickle, h.segments):
-            data, own = buffer[: h.pickle], h.pickle
+        if _fits(h.head, h.segments):
+            at = h.rank * _FRAME + _HEADER.size + 8 * h.segments
+            head, body = self._frames[at : at + h.head], buffer
+        else:
+            head, body = buffer[: h.head], buffer[aligned(h.head) :]
         if h.status == _ERROR:
-            return Part(h.start, h.items, None, str(data, "utf-8", "replace"))
+            return Part(h.start, h.items, None, str(head, "utf-8", "replace"))
         try:
-            value = unpack(data, [buffer[p.start : p.stop] for p in places if p.start >= own])
-            return Part(h.start, h.items, value, None)
+            return Part(h.start, h.items, unpack(head, body), None)
         except KeyboardInterrupt:
             raise
         except BaseException as error:
@@ -175,13 +174,14 @@ class _Header(NamedTuple):
     start: int
     items: int
     size: int
-    pickle: int
+    head: int
     total: int
     lengths: tuple[int, ...]
 
 
-def _fits(pickle: int, n_segments: int) -> bool:
-    return 8 * n_segments + pickle <= INLINE
+def _fits(head: int, n_segments: int) -> bool:
+    """Whether a head travels in the frame. The same answer for the body's segments alone and for those of both."""
+    return 8 * n_segments + head <= INLINE
 
 
 def _gap(headers: Sequence[_Header], size: int) -> str | None:
@@ -199,12 +199,11 @@ def _gap(headers: Sequence[_Header], size: int) -> str | None:
 
 
 def _places(h: _Header) -> list[range]:
-    """Where each segment lies in the rank's receive buffer: the pickle in one piece, every other one aligned."""
+    """Where each segment lies in the rank's receive buffer: the head in one piece, every other one aligned."""
     at, places = 0, []
-    own = 0 if _fits(h.pickle, h.segments) else h.pickle
+    head = 0 if _fits(h.head, h.segments) else h.head
     for length in h.lengths:
-        if at >= own:
-            at = -(-at // _ALIGN) * _ALIGN
+        at = at if at < head else aligned(at)
         places.append(range(at, at + length))
         at += length
     return places

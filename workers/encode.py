@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copyreg
 import pickle
+import struct
 from collections.abc import Callable, Sequence
 from operator import methodcaller
 from typing import Any, NamedTuple
@@ -11,10 +12,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+ALIGN = 64
+"""Bytes: the buffers of a body start at multiples of it, so that arrays over them are aligned as any others are."""
+OUT_OF_BAND = 32 << 10
+"""Bytes from which a buffer is kept out of the pickle, so that it is decoded without a copy; a smaller one may fit a
+frame with its pickle, which is worth more."""
 LARGE = 1 << 20
-"""Bytes from which a buffer travels by itself, copied neither into the pickle nor out of it."""
-MAX_SEGMENTS = 1024
-"""Segments that one object is sent in; large buffers beyond that go into the pickle."""
+"""Bytes from which a buffer is a segment by itself, so that it is sent without a copy."""
+MAX_LARGE = 256
+"""Large buffers beyond this number are joined like small ones, so that a part has few segments."""
 
 Buffer = bytes | bytearray | memoryview
 
@@ -24,50 +30,64 @@ class OverCap(Exception):
 
 
 class Packed(NamedTuple):
-    """An encoded object: `pickle` and `buffers` are each in order, and what is large in them is by reference."""
+    """An encoded object, in pieces by reference: the head is the pickle and the lengths of the body's buffers."""
 
-    pickle: Sequence[Buffer] = ()
-    buffers: Sequence[Buffer] = ()
+    head: Sequence[Buffer] = ()
+    body: Sequence[Buffer] = ()
 
 
 def pack(value: object, cap: int) -> Packed:
     """Encode `value` in at most `cap` bytes. Raises `OverCap`, and whatever its own `__reduce__` raises.
 
     Tensors arrive as plain tensors on the CPU, detached, and a view brings its own bytes only. `bytes` arrive as
-    `bytes`; a `memoryview` arrives as one and, if it is large, without a copy.
+    `bytes`; a `memoryview` arrives as one and, from `OUT_OF_BAND` bytes on, is decoded without a copy.
     """
     sink = _Sink(cap)
     pickler = pickle.Pickler(sink, 5, buffer_callback=sink.keep)
     pickler.dispatch_table = _REDUCERS
     pickler.dump(value)
-    return Packed(sink.pieces, sink.buffers)
+    lengths = [len(piece) for piece in sink.body]
+    sink.write(struct.pack(f"<{len(lengths) + 1}q", *lengths, len(lengths)))
+    return Packed(sink.head, sink.body)
 
 
-def unpack(data: Buffer, buffers: Sequence[Buffer]) -> object:
-    """Decode what `pack` made; large arrays, tensors and memoryviews are views of `buffers`.
+def unpack(head: memoryview, body: memoryview) -> object:
+    """Decode what `pack` made; what was out of band is a view of `body`, its buffers laid out as `segments` does.
 
     Raises whatever the object's own reconstruction raises. It runs code: only for ranks of one group.
     """
-    return pickle.loads(data, buffers=buffers)
+    (n,) = struct.unpack_from("<q", head, len(head) - 8)
+    buffers, at = [], 0
+    for length in struct.unpack_from(f"<{n}q", head, len(head) - 8 * (n + 1)):
+        buffers.append(body[at : at + length])
+        at = aligned(at + length)
+    return pickle.loads(head, buffers=buffers)
 
 
-def segments(pieces: Sequence[Buffer]) -> list[Buffer]:
-    """`pieces` with each run of small ones joined: fewer than `MAX_SEGMENTS // 2` of them."""
-    if sum(len(piece) >= LARGE for piece in pieces) >= MAX_SEGMENTS // 4:
-        return [bytearray().join(pieces)]
+def segments(pieces: Sequence[Buffer], align: int) -> list[Buffer]:
+    """`pieces` in few segments, at most `2 * MAX_LARGE`: the large by themselves, runs of small ones joined.
+
+    Each piece starts at a multiple of `align`, if each segment does.
+    """
+    apart = sum(len(piece) >= LARGE for piece in pieces) < MAX_LARGE
     joined: list[Buffer] = []
     run: list[Buffer] = []
     for piece in pieces:
-        if len(piece) < LARGE:
-            run.append(piece)
-            continue
-        if run:
-            joined.append(bytearray().join(run))
-            run = []
-        joined.append(piece)
+        if apart and len(piece) >= LARGE:
+            if run:
+                joined.append(bytearray().join(run))
+                run = []
+            joined.append(piece)
+        else:
+            run += [piece, bytes(-len(piece) % align)]
     if run:
         joined.append(bytearray().join(run))
     return joined
+
+
+def aligned(at: int) -> int:
+    """The first place for a buffer from `at` on."""
+    return -(-at // ALIGN) * ALIGN
 
 
 def sentence(error: BaseException) -> str:
@@ -85,24 +105,24 @@ class _Sink:
     The pickler hands over its own frames of 64 KB, and larger `bytes` as the objects they are.
     """
 
-    __slots__ = ("buffers", "cap", "left", "pieces")
+    __slots__ = ("body", "cap", "head", "left")
 
     def __init__(self, cap: int) -> None:
         self.cap = self.left = cap
-        self.pieces: list[Buffer] = []
-        self.buffers: list[Buffer] = []
+        self.head: list[Buffer] = []
+        self.body: list[Buffer] = []
 
     def write(self, piece: Buffer) -> None:
         self._count(len(piece))
-        self.pieces.append(piece)
+        self.head.append(piece)
 
     def keep(self, buffer: pickle.PickleBuffer) -> bool:
         """The pickler's `buffer_callback`: false means out of band."""
         view = buffer.raw()
-        if view.nbytes < LARGE or len(self.buffers) == MAX_SEGMENTS // 2:
+        if view.nbytes < OUT_OF_BAND:
             return True
         self._count(view.nbytes)
-        self.buffers.append(view)
+        self.body.append(view)
         return False
 
     def _count(self, n: int) -> None:
@@ -163,7 +183,7 @@ def _reduce_array(array: np.ndarray[Any, Any]) -> Any:
 
 def _buffer(view: memoryview) -> pickle.PickleBuffer | bytearray:
     """A bytearray for a small one: it costs less than asking the sink, and arrives writable all the same."""
-    return pickle.PickleBuffer(view) if view.nbytes >= LARGE else bytearray(view)
+    return pickle.PickleBuffer(view) if view.nbytes >= OUT_OF_BAND else bytearray(view)
 
 
 def _reduce_memoryview(view: memoryview) -> Any:

@@ -25,18 +25,15 @@ from types import FrameType
 from typing import Any
 
 from workers import lifeline, rundir
+from workers.epoch import Death, Epoch, Restarts, cause
 from workers.errors import ModelLoadError, StartError
 from workers.rundir import claim, prepare_run_dir
 
-__all__ = ["Group", "Launcher", "claim", "prepare_run_dir", "spawn", "torchrun_command", "visible_gpus"]
+__all__ = ["Group", "Launcher", "check", "claim", "prepare_run_dir", "spawn", "torchrun_command", "visible_gpus"]
 
 logger = logging.getLogger("workers")
 
-BACKOFF = (0.0, 1.0, 2.0, 5.0, 10.0)  # seconds before the first, second, ... respawn in a row
-STEADY = 60.0  # seconds of being ready after which a death begins a new row
 POLL = 0.1  # seconds between two looks at the epoch's directory; signals and torchrun's end wake the launcher at once
-REPORTED = 1.0  # seconds torchrun has to end by itself after the first report: a stopped rank would cost 30
-START_GRACE = 15.0  # seconds over the start timeout, which the ranks keep: torchrun may hang before there are any
 GONE = 10.0  # seconds to wait for killed ranks; one that the kernel cannot end must not keep the service down
 
 
@@ -144,98 +141,12 @@ def _flags(values: Mapping[str, object]) -> list[str]:
     return [word for name, value in values.items() for word in (name, str(value))]
 
 
-@dataclass(frozen=True, slots=True)
-class Death:
-    """How an epoch ended that was not asked to."""
-
-    kind: str
-    text: str
-    ready_for: float | None  # seconds; None: it never was
-
-
-@dataclass(slots=True)
-class Restarts:
-    """Whether there is another epoch after a death, and after how many seconds: no clock, no processes.
-
-    A group that has never been ready may try again `allowed` times; one that has been is replaced for ever.
-    """
-
-    allowed: int
-    served: bool = False
-    row: int = 0  # deaths in a row
-
-    def after(self, death: Death) -> float:
-        """Seconds to wait before the next start. Raises StartError or ModelLoadError when there is none."""
-        self.served = self.served or death.ready_for is not None
-        if not self.served and death.kind == "model":
-            raise ModelLoadError(death.text)
-        if not self.served and self.row >= self.allowed:
-            raise StartError(f"{self.row + 1} epochs died before they were ready, the last of them: {death.text}")
-        if death.ready_for is not None and death.ready_for >= STEADY:
-            self.row = 0
-        self.row += 1
-        return BACKOFF[min(self.row, len(BACKOFF)) - 1]
-
-
-@dataclass(slots=True)
-class Epoch:
-    """One incarnation as its directory shows it: no processes; the clock is an argument, in seconds."""
-
-    number: int
-    directory: Path
-    group: Group
-    started: float
-    ready: float | None = None
-    felled: float | None = None
-    leave_by: float | None = None
-
-    def look(self, now: float, stop: bool) -> str | None:
-        """Take in what is new, and say why torchrun must be killed; None while it need not. `stop` asks it to leave."""
-        if self.ready is None and self._has("ready-0"):
-            self.ready = now
-            self.log(logging.INFO, "ready after %.1f s", now - self.started)
-        if self.felled is None and any(self.directory.glob("failed-*.json")):
-            self.felled = now
-        if self._has("fenced"):
-            return f"fenced by the front end: {(self.directory / 'fenced').read_text().strip()}"
-        if stop and self.ready is None:
-            return "stopped before it was ready"
-        if stop and self.leave_by is None:
-            self.leave_by = now + self.group.drain_timeout
-            (self.directory / "leave").touch()
-            self.log(logging.INFO, "asked to leave, within %g s", self.group.drain_timeout)
-        if self.leave_by is not None and now >= self.leave_by:
-            return f"it did not leave within {self.group.drain_timeout:g} s"
-        if self.felled is not None and now >= self.felled + REPORTED:
-            return "felled, and torchrun did not end"
-        if self.ready is None and now >= self.started + self.group.start_timeout + START_GRACE:
-            return f"not ready after {now - self.started:.0f} s"
-        return None
-
-    def death(self, now: float, killed_for: str | None, code: int) -> Death | None:
-        """What there is to say of the end, from torchrun's exit code; None if it was an orderly one."""
-        if code == 0 and self._has("leave"):
-            return None
-        report = rundir.cause(self.directory)
-        ready_for = None if self.ready is None else now - self.ready
-        if report is not None and not self._has("fenced"):
-            return Death(report.kind, str(report), ready_for)
-        ended = f"torchrun exited with {code}" if code >= 0 else f"torchrun died of {signal.Signals(-code).name}"
-        return Death("supervisor", killed_for or f"{ended}, and no rank said why", ready_for)
-
-    def log(self, level: int, text: str, *values: object) -> None:
-        logger.log(level, f"group %s epoch %d {text}", self.group.group, self.number, *values)  # noqa: G004 - a format
-
-    def _has(self, name: str) -> bool:
-        return (self.directory / name).exists()
-
-
 def check(group: Group) -> int:
-    """Run one epoch in which the ranks load the model, run its example, say what came out and end; 0 if that went well."""
+    """One epoch in which the ranks load the model, run its example, say what came out and end; 0 if all went well."""
     number, directory = rundir.next_epoch(group.run_dir, group.group)
     command = [*torchrun_command(group, number), "--check"]
     code = spawn(command, env=torchrun_environment(group.ranks, os.environ), stdin=subprocess.DEVNULL).wait()
-    report = rundir.cause(directory)
+    report = cause(directory)
     if code == 0 and report is None:
         return 0
     logger.error("the check failed: %s", report or f"torchrun exited with {code}")
@@ -267,9 +178,11 @@ class Launcher:
             os.close(lock)
 
     def _keep(self) -> int:
+        group = self._group
         while not self._stop:
-            number, directory = rundir.next_epoch(self._group.run_dir, self._group.group)
-            epoch = Epoch(number, directory, self._group, time.monotonic())
+            number, directory = rundir.next_epoch(group.run_dir, group.group)
+            limits = {"start_timeout": group.start_timeout, "drain_timeout": group.drain_timeout}
+            epoch = Epoch(group.group, number, directory, started=time.monotonic(), **limits)
             death = self._live(epoch)
             if death is None:
                 epoch.log(logging.INFO, "has left")

@@ -27,6 +27,7 @@ from typing import NoReturn
 PARENT = "LIFELINE_PARENT"  # in the environment: the pid that a spawned process's children must have as parent
 BACKSTOP = 2.0  # seconds after the deadline at which faulthandler ends a rank that nobody else could
 STACKS = 0.1  # seconds that the peers have to write their stacks before they are killed; a dump takes 1.5 ms
+SECOND_HAND = 0.02  # seconds in which a dead peer shows whose connection broke: its sockets close first
 TICK = 0.1  # seconds between two looks at the deadline; a peer's death wakes the thread at once
 
 _PR_SET_PDEATHSIG = 1
@@ -53,7 +54,7 @@ def adopt_orphans() -> None:
 
 
 def reap_orphans(but: int) -> None:
-    """Reap the adopted that have ended; `but` is the child of this process's own making, which is waited for elsewhere."""
+    """Reap the adopted that have ended; `but` is this process's own child, which is waited for elsewhere."""
     with suppress(ChildProcessError):
         while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and ended.si_pid != but:
             os.waitpid(ended.si_pid, os.WNOHANG)
@@ -120,10 +121,8 @@ class Lifeline:
         self._stacks = open(epoch_dir / f"stacks-{rank}.txt", "a")  # noqa: SIM115 - for the life of the process
         faulthandler.enable(self._stacks)  # a segfault leaves its stacks too
         faulthandler.register(signal.SIGUSR2, self._stacks, all_threads=True)
-        self._peers: dict[int, Member] = {}  # by pidfd
-        self._step: tuple[float, float, str] | None = (
-            None  # deadline (monotonic), seconds, what; replaced, never changed
-        )
+        self._peers: dict[int, Member] = {}  # by pidfd; replaced, never changed, once it is watched
+        self._step: tuple[float, float, str] | None = None  # deadline (monotonic), seconds, what; likewise
         self._released = False
         self._felling = threading.Lock()
 
@@ -170,10 +169,15 @@ class Lifeline:
     def fell(self, kind: str, text: str) -> NoReturn:
         """End the whole group now, this rank included, leaving failed-<rank>.json; `text` is one sentence.
 
-        For the kind "deadline" every rank's stacks are written first, within 100 ms.
+        For the kind "deadline" every rank's stacks are written first, within 100 ms. The kinds "model" and "deadline"
+        are reported as they are; any other, when a peer is dead already, is that peer's death seen second-hand.
         """
         self._felling.acquire()  # for ever: a second thread waits here for the end
         try:
+            if kind not in ("model", "deadline", "peer"):
+                for peer in self._ended(SECOND_HAND).values():
+                    if not self._has_left(peer):
+                        kind, text = "peer", f"{peer} died, seen here as: {text}"
             self._report(kind, text)
             if kind == "deadline":
                 self._signal_peers(signal.SIGUSR2)
@@ -184,22 +188,30 @@ class Lifeline:
             os._exit(1)
 
     def _watch(self) -> None:
-        poll = select.poll()
-        for pidfd in self._peers:
-            poll.register(pidfd, select.POLLIN)
         while True:
             step = self._step
             left = TICK if step is None else min(TICK, step[0] - time.monotonic())
-            for pidfd, _ in poll.poll(max(0.0, left * 1000)):
-                poll.unregister(pidfd)
-                self._mourn(self._peers[pidfd])
+            for pidfd, peer in self._ended(max(0.0, left)).items():
+                self._mourn(peer)
+                self._peers = {fd: other for fd, other in self._peers.items() if fd != pidfd}
             step = self._step
             if step is not None and time.monotonic() >= step[0]:
                 self.fell("deadline", f"{step[2]} took longer than {step[1]:g} s")
 
+    def _ended(self, seconds: float) -> dict[int, Member]:
+        """The peers that have ended, or the first that do within that time; for any thread, hence a poll of its own."""
+        poll, peers = select.poll(), self._peers
+        for pidfd in peers:
+            poll.register(pidfd, select.POLLIN)
+        return {pidfd: peers[pidfd] for pidfd, _ in poll.poll(seconds * 1000)}
+
     def _mourn(self, peer: Member) -> None:
-        if not self._released and not (self._epoch_dir / f"released-{peer.rank}").exists():
+        """Fell the group for a peer that has ended, unless it had left."""
+        if not self._has_left(peer):
             self.fell("peer", f"{peer} died")
+
+    def _has_left(self, peer: Member) -> bool:
+        return self._released or (self._epoch_dir / f"released-{peer.rank}").exists()
 
     def _report(self, kind: str, text: str) -> None:
         report = self._epoch_dir / f"failed-{self.rank}.json"

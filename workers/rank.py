@@ -18,7 +18,7 @@ import zmq
 import zmq.utils.monitor
 
 from workers import items, model, wire
-from workers.collect import Collector, Part, shares
+from workers.collect import Collector, Part
 from workers.errors import GroupError, InternalError, ModelLoadError
 from workers.forward import Forward
 from workers.lifeline import Lifeline, Member, die_with_parent
@@ -232,7 +232,7 @@ class Rank:
         self.step += 1
         sizes = [int(self.model.has_example)] * self.world if step.canary else [len(one) for one in step.lengths]
         size, start = sum(sizes), 0
-        if not step.canary and (len(payload) != self.world or sizes != [len(s) for s in shares(size, self.world)]):
+        if not step.canary and (len(payload) != self.world or sizes != [len(s) for s in wire.shares(size, self.world)]):
             raise GroupError(f"step {step.step} is cut into {sizes} for {self.world} ranks")
         shards = []
         for r, count in enumerate(sizes):

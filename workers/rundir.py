@@ -1,15 +1,13 @@
-"""The run directory: checks, locks, the epoch counter, the epochs' directories and reports; it starts no process."""
+"""The run directory: checks, locks, the epoch counter, the epochs' directories; it starts no process."""
 
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import re
 import shutil
 import stat
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from workers.errors import RunDirectoryError
@@ -87,36 +85,6 @@ def close_sockets(epoch_dir: Path) -> None:
     for path in epoch_dir.glob("*"):
         if path.is_socket():
             path.unlink()
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """What a rank wrote before it felled its group (`Lifeline.fell`)."""
-
-    rank: int
-    kind: str
-    text: str
-
-    def __str__(self) -> str:
-        return f"{self.text} ({self.kind}, rank {self.rank})"
-
-
-def cause(epoch_dir: Path) -> Report | None:
-    """Of all reports of a dead epoch the one that tells why it died; None if no rank left one.
-
-    Several ranks may have reported before they were killed. A fault of a rank's own goes before a peer's death, which
-    it caused, and that before an error in a collective, which both cause; among equals the first in time.
-    """
-    reports = []
-    for file in epoch_dir.glob("failed-*.json"):
-        with suppress(OSError, ValueError, TypeError, KeyError):  # not written by us: then it says nothing
-            fields = json.loads(file.read_text())
-            report = Report(int(fields["rank"]), str(fields["kind"]), str(fields["text"]))
-            reports.append((_AFTER.get(report.kind, 0), file.stat().st_mtime_ns, report.rank, report))
-    return min(reports)[-1] if reports else None
-
-
-_AFTER = {"peer": 1, "collective": 2}
 
 
 def _epochs(run_dir: Path, group: str) -> dict[int, Path]:

@@ -146,6 +146,12 @@ def decode(frames: Sequence[Buffer]) -> tuple[Message, list[Buffer]]:
         raise GroupError(f"a message that wire version {WIRE} cannot read: {error}") from error
 
 
+def shares(n: int, world: int) -> list[range]:
+    """`n` items over `world` ranks: contiguous, in order, sizes that differ by at most one, the larger ones first."""
+    few, more = divmod(n, world)
+    return [range(r * few + min(r, more), (r + 1) * few + min(r + 1, more)) for r in range(world)]
+
+
 def offsets(lengths: Sequence[int], encoding: Encoding) -> list[int]:
     """Where each item of a payload frame begins."""
     gap = 1 if encoding == "json" else 0

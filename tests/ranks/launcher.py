@@ -1,6 +1,6 @@
 """A launcher whose ranks are the stand-ins: `launcher.py JSON`, the fields of Group, and:
 
-`torchrun`: run them under the real one; `constants`: values for those of `workers.launch`.
+`torchrun`: run them under the real one; `constants`: values for those of `workers.epoch`.
 """
 
 import json
@@ -8,6 +8,7 @@ import logging
 import sys
 from pathlib import Path
 
+from workers import epoch as epochs
 from workers import launch
 from workers.errors import RunDirectoryError
 
@@ -32,7 +33,7 @@ def main() -> int:
     fields = json.loads(sys.argv[1])
     launch.torchrun_command = with_stand_ins if fields.pop("torchrun") else without_torch
     for name, value in fields.pop("constants").items():
-        setattr(launch, name, value)
+        setattr(epochs, name, value)
     try:
         return launch.Launcher(launch.Group(**fields | {"run_dir": Path(fields["run_dir"])})).run()
     except RunDirectoryError as error:

@@ -9,9 +9,9 @@ from pathlib import Path
 from workers.lifeline import Lifeline, Member
 
 
-def hold_the_gil() -> None:
+def hold_the_gil(seconds: float = 600.0) -> None:
     print("holding", flush=True)
-    ctypes.PyDLL(None).sleep(600)  # PyDLL keeps the GIL over the call
+    ctypes.PyDLL(None).usleep(int(seconds * 1e6))  # PyDLL keeps the GIL over the call
 
 
 def main() -> None:
@@ -37,6 +37,10 @@ def main() -> None:
                 hold_the_gil()
             case ["exit", code]:
                 os._exit(int(code))
+            case ["break", text]:  # what a broken connection to a peer does, before the watching thread comes to run
+                sys.setswitchinterval(60)
+                hold_the_gil(0.3)
+                line.fell("collective", text)
             case ["fell", kind, text]:
                 line.fell(kind, text)
         print("done", flush=True)

@@ -1,0 +1,120 @@
+"""Models that the tests serve: each shows something of how it was run, or does what its item says."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+
+import torch
+import torch.distributed as dist
+
+from workers.model import TensorSpec
+
+
+class WhichRank:
+    """Which rank ran the item, and how many items its forward saw."""
+
+    max_batch_size = 32
+    example = 0
+
+    def __init__(self, device):
+        self.rank = dist.get_rank() if dist.is_initialized() else int(os.environ["RANK"])
+
+    def predict(self, items):
+        return [{"item": item, "rank": self.rank, "seen": len(items)} for item in items]
+
+
+class Jitter:
+    """Twice the number, after a time that varies at random by step and rank."""
+
+    max_batch_size = 8
+    example = 1
+
+    def __init__(self, device):
+        self.random = random.Random(os.getpid())
+
+    def predict(self, items):
+        time.sleep(self.random.choice([0, 0, 0.001, 0.004, 0.02]))
+        return [2 * item for item in items]
+
+
+class Double:
+    """Twice a row of three numbers, as a tensor."""
+
+    inputs = TensorSpec("float32", (3,))
+    max_batch_size = 16
+    example = (1.0, 2.0, 3.0)
+
+    def __init__(self, device):
+        pass
+
+    def predict(self, items):
+        return items * 2
+
+
+class Obedient:
+    """Does what its item says; an item that says nothing is its own result."""
+
+    max_batch_size = 64
+    example = "ok"
+
+    def __init__(self, device):
+        self.rank = int(os.environ["RANK"])
+
+    def predict(self, items, rank=None, sleep=0.0):
+        if rank is None or rank == self.rank:
+            time.sleep(sleep)
+        return [result for item in items for result in self._obey(item)]
+
+    def _obey(self, item):
+        match item:
+            case {"do": "raise"}:
+                raise RuntimeError(f"as told by item {item.get('n')}")
+            case {"do": "sleep", "seconds": seconds}:
+                time.sleep(seconds)
+            case {"do": "drop"}:
+                return []
+            case {"do": "double"}:
+                return [item, item]
+            case {"do": "lambda"}:
+                return [lambda: item]
+            case {"do": "none"}:
+                return [None]
+            case {"do": "nan"}:
+                return [[1.0, {"deep": float("nan")}]]
+            case {"do": "empty"}:
+                return [[]]
+            case {"do": "big", "bytes": size}:
+                return ["x" * size]
+            case {"do": "exit", "rank": rank, "code": code} if rank in (self.rank, "any"):
+                os._exit(code)
+            case {"do": "where"}:
+                return [{"rank": self.rank, "pid": os.getpid(), "marker": os.environ.get("PHALANX_TEST_MARKER")}]
+        return [item]
+
+
+class Heavy:
+    """CPU-bound: an MLP of 512-2048-2048-512 in float32."""
+
+    inputs = TensorSpec("float32", (512,))
+    max_batch_size = 64
+
+    def __init__(self, device):
+        torch.manual_seed(0)
+        sizes = (512, 2048, 2048, 512)
+        layers = [torch.nn.Linear(a, b) for a, b in zip(sizes, sizes[1:], strict=False)]
+        self.network = torch.nn.Sequential(layers[0], torch.nn.ReLU(), layers[1], torch.nn.ReLU(), layers[2]).to(device)
+
+    def predict(self, items):
+        return self.network(items)
+
+
+class Refuses:
+    """Cannot be loaded."""
+
+    def __init__(self, device):
+        raise OSError("the weights are not there")
+
+    def predict(self, items):
+        return items

@@ -1,0 +1,141 @@
+"""What becomes of an epoch: as its directory shows it, why it died, whether another follows; no processes, no clock.
+
+An epoch is one incarnation of a group. Its directory is where its ranks, the launcher and the front end meet:
+`ready-<r>` and `failed-<r>.json` come from the ranks, `leave` goes to them, `fenced` is the front end's.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from workers.errors import ModelLoadError, StartError
+
+logger = logging.getLogger("workers")
+
+BACKOFF = (0.0, 1.0, 2.0, 5.0, 10.0)  # seconds before the first, second, ... respawn in a row
+STEADY = 60.0  # seconds of being ready after which a death begins a new row
+REPORTED = 1.0  # seconds torchrun has to end by itself after the first report: a stopped rank would cost 30
+START_GRACE = 15.0  # seconds over the start timeout, which the ranks keep: torchrun may hang before there are any
+
+
+@dataclass(frozen=True, slots=True)
+class Death:
+    """How an epoch ended that was not asked to."""
+
+    kind: str
+    text: str
+    ready_for: float | None  # seconds; None: it never was
+
+
+@dataclass(slots=True)
+class Restarts:
+    """Whether there is another epoch after a death, and after how many seconds: no clock, no processes.
+
+    A group that has never been ready may try again `allowed` times; one that has been is replaced for ever.
+    """
+
+    allowed: int
+    served: bool = False
+    row: int = 0  # deaths in a row
+
+    def after(self, death: Death) -> float:
+        """Seconds to wait before the next start. Raises StartError or ModelLoadError when there is none."""
+        self.served = self.served or death.ready_for is not None
+        if not self.served and death.kind == "model":
+            raise ModelLoadError(death.text)
+        if not self.served and self.row >= self.allowed:
+            raise StartError(f"{self.row + 1} epochs died before they were ready, the last of them: {death.text}")
+        if death.ready_for is not None and death.ready_for >= STEADY:
+            self.row = 0
+        self.row += 1
+        return BACKOFF[min(self.row, len(BACKOFF)) - 1]
+
+
+@dataclass(slots=True)
+class Epoch:
+    """One incarnation as its directory shows it: no processes; the clock is an argument, in seconds."""
+
+    group: str
+    number: int
+    directory: Path
+    start_timeout: float
+    drain_timeout: float
+    started: float
+    ready: float | None = None
+    felled: float | None = None
+    leave_by: float | None = None
+
+    def look(self, now: float, stop: bool) -> str | None:
+        """Take in what is new, and say why torchrun must be killed; None while it need not. `stop` asks it to leave."""
+        if self.ready is None and self._has("ready-0"):
+            self.ready = now
+            self.log(logging.INFO, "ready after %.1f s", now - self.started)
+        if self.felled is None and any(self.directory.glob("failed-*.json")):
+            self.felled = now
+        if self._has("fenced"):
+            return f"fenced by the front end: {(self.directory / 'fenced').read_text().strip()}"
+        if stop and self.ready is None:
+            return "stopped before it was ready"
+        if stop and self.leave_by is None:
+            self.leave_by = now + self.drain_timeout
+            (self.directory / "leave").touch()
+            self.log(logging.INFO, "asked to leave, within %g s", self.drain_timeout)
+        if self.leave_by is not None and now >= self.leave_by:
+            return f"it did not leave within {self.drain_timeout:g} s"
+        if self.felled is not None and now >= self.felled + REPORTED:
+            return "felled, and torchrun did not end"
+        if self.ready is None and now >= self.started + self.start_timeout + START_GRACE:
+            return f"not ready after {now - self.started:.0f} s"
+        return None
+
+    def death(self, now: float, killed_for: str | None, code: int) -> Death | None:
+        """What there is to say of the end, from torchrun's exit code; None if it was an orderly one."""
+        if code == 0 and self._has("leave"):
+            return None
+        report = cause(self.directory)
+        ready_for = None if self.ready is None else now - self.ready
+        if report is not None and not self._has("fenced"):
+            return Death(report.kind, str(report), ready_for)
+        ended = f"torchrun exited with {code}" if code >= 0 else f"torchrun died of {signal.Signals(-code).name}"
+        return Death("supervisor", killed_for or f"{ended}, and no rank said why", ready_for)
+
+    def log(self, level: int, text: str, *values: object) -> None:
+        logger.log(level, f"group %s epoch %d {text}", self.group, self.number, *values)  # noqa: G004 - a format
+
+    def _has(self, name: str) -> bool:
+        return (self.directory / name).exists()
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a rank wrote before it felled its group (`Lifeline.fell`)."""
+
+    rank: int
+    kind: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.text} ({self.kind}, rank {self.rank})"
+
+
+def cause(epoch_dir: Path) -> Report | None:
+    """Of all reports of a dead epoch the one that tells why it died; None if no rank left one.
+
+    Several ranks may have reported before they were killed. A fault of a rank's own goes before a peer's death, which
+    it caused, and that before an error in a collective, which both cause; among equals the first in time.
+    """
+    reports = []
+    for file in epoch_dir.glob("failed-*.json"):
+        with suppress(OSError, ValueError, TypeError, KeyError):  # not written by us: then it says nothing
+            fields = json.loads(file.read_text())
+            report = Report(int(fields["rank"]), str(fields["kind"]), str(fields["text"]))
+            reports.append((_AFTER.get(report.kind, 0), file.stat().st_mtime_ns, report.rank, report))
+    return min(reports)[-1] if reports else None
+
+
+_AFTER = {"peer": 1, "collective": 2}
