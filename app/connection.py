@@ -18,7 +18,7 @@ class Limits:
     """What one client may take; times in seconds."""
 
     connections: int = 1024
-    head_bytes: int = 32 * 1024  # request line and headers
+    head_bytes: int = 32 * 1024  # request line and headers; trailers likewise
     head_time: float = 10.0  # for the whole head, from connecting or from its first byte
     stall_time: float = 30.0  # in which a client takes no byte of its answer
 
@@ -33,6 +33,7 @@ class Connection(HttpToolsProtocol):
         super().__init__(**given)
         self._limits = limits
         self._head: int | None = 0  # bytes of the head that is not complete yet; None after it
+        self._beyond = 0  # bytes since the last one of a body: chunk sizes, trailers
         self._whole = False  # the latest request has come with all of its body
         self._refused = False
         self._replay = False  # the parser is fed a head that is not the client's
@@ -46,7 +47,7 @@ class Connection(HttpToolsProtocol):
         if present >= 2 * limit:  # even to refuse takes an open file for a while
             transport.close()
         elif present >= limit and self._served_others() >= limit:
-            self._refuse(503, "too many connections", b"retry-after: 1\r\n")
+            self._refuse(503, "Too many connections.", b"retry-after: 1\r\n")
         else:
             self._deadline = self.loop.call_later(self._limits.head_time, self._head_is_late)
 
@@ -62,6 +63,8 @@ class Connection(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         if self._head is not None:
             self._head += len(data)
+        else:
+            self._beyond += len(data)
         try:
             self._feed(data)
         except httptools.HttpParserError:
@@ -69,6 +72,8 @@ class Connection(HttpToolsProtocol):
         if self._head is None:
             if self._whole:
                 self._head = 0
+            elif self._beyond > self._limits.head_bytes:  # the parser would gather trailers without end
+                self._refuse(431, "The request's trailers are too large.")
         elif self._head > self._limits.head_bytes:
             self._refuse(431, "The request's head is too large.")
         elif self._deadline is None and not self._refused:
@@ -98,9 +103,14 @@ class Connection(HttpToolsProtocol):
             self._refuse(431, "The request's head is too large.")
             raise ValueError("the head is too large")  # stops the parser
         self._head = None
+        self._beyond = 0
         self._whole = False
         self._cancel_deadline()
         super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._beyond = 0
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
         if not self.parser.should_upgrade():
@@ -141,7 +151,7 @@ class Connection(HttpToolsProtocol):
     def _head_is_late(self) -> None:
         self._deadline = None
         if self._head:
-            self._refuse(408, "the request's head did not come in time")
+            self._refuse(408, "The request's head did not come in time.")
         else:
             self.transport.close()
 

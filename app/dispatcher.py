@@ -166,7 +166,9 @@ class Dispatcher:
             os.umask(umask)
         self._loop.add_reader(self._socket.fileno(), self._receive)
         self._loop.add_reader(self._monitor.fileno(), self._disconnected)
-        self._loop.call_soon(self._receive)
+        # a socket's descriptor wakes nobody before its events were asked for once
+        self._receive()
+        self._disconnected()
         self._ticker = self._loop.call_later(TICK, self._tick)
         self._without_group_since = time.monotonic()
 

@@ -180,10 +180,10 @@ class _Uvicorn(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        try:
+        with contextlib.suppress(SystemExit):  # of newer versions; older ones just return
             await super().startup(sockets=sockets)
-        except SystemExit:
-            raise _NotStarted from None
+        if not self.started:
+            raise _NotStarted
 
     async def main_loop(self) -> None:
         ticking = asyncio.create_task(super().main_loop())  # the Date header

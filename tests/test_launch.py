@@ -58,6 +58,10 @@ class Launched:
         until(lambda: all(file.exists() and file.read_text() for file in files))
         return [int(file.read_text()) for file in files]
 
+    def started(self, epoch: int) -> list[int]:
+        """Those of the ranks that have come to say it."""
+        return [int(file.read_text() or 0) for file in self.epoch_dir(epoch).glob("pid-*")]
+
     def agent(self) -> int:
         """The pid of what stands for torchrun."""
         pid = self.process.pid
@@ -209,10 +213,10 @@ def test_a_failed_start_may_be_followed_by_a_good_one(launched: Launch) -> None:
 
 
 def test_a_group_that_is_not_ready_in_time_is_killed(launched: Launch) -> None:
-    launcher = launched("stuck-at-start", start_timeout=0.2, max_restarts=0, constants={"START_GRACE": 0.3})
-    pids = launcher.pids(1)
+    launcher = launched("stuck-at-start", start_timeout=0.5, max_restarts=0, constants={"START_GRACE": 0.0})
+    agent = launcher.agent()
     assert launcher.code() == 1
-    assert not any(alive(pid) for pid in pids)
+    assert not any(alive(pid) for pid in [agent, *launcher.started(1)])
     assert "not ready after" in launcher.log()
 
 
@@ -371,14 +375,14 @@ def test_tries_and_model_errors_before_the_first_ready() -> None:
 
 
 def test_the_cause_is_a_ranks_own_fault_before_what_followed_from_it(tmp_path: Path) -> None:
-    for rank, kind in enumerate(["collective", "peer", "deadline", "exception"]):
-        (tmp_path / f"failed-{rank}.json").write_text(json.dumps({"rank": rank, "kind": kind, "text": "it"}))
-        os.utime(tmp_path / f"failed-{rank}.json", (rank, rank))
+    for rank, kind in enumerate(["peer", "deadline", "exception"]):
+        fields = {"rank": rank, "kind": kind, "text": "it", "at": rank}
+        (tmp_path / f"failed-{rank}.json").write_text(json.dumps(fields))
     found = []
     while cause := epoch.cause(tmp_path):
         found.append(cause.kind)
         (tmp_path / f"failed-{cause.rank}.json").unlink()
-    assert found == ["deadline", "exception", "peer", "collective"]
+    assert found == ["deadline", "exception", "peer"]
 
 
 def test_a_report_that_is_none_of_ours_says_nothing(tmp_path: Path) -> None:

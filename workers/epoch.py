@@ -118,6 +118,7 @@ class Report:
     rank: int
     kind: str
     text: str
+    at: int  # nanoseconds since 1970; a file's own time is coarser than the time in which a group is felled
 
     def __str__(self) -> str:
         return f"{self.text} ({self.kind}, rank {self.rank})"
@@ -126,16 +127,12 @@ class Report:
 def cause(epoch_dir: Path) -> Report | None:
     """Of all reports of a dead epoch the one that tells why it died; None if no rank left one.
 
-    Several ranks may have reported before they were killed. A fault of a rank's own goes before a peer's death, which
-    it caused, and that before an error in a collective, which both cause; among equals the first in time.
+    Several ranks may have reported before they were killed. A rank's own fault goes before a peer's death, for a rank
+    that fells the others one by one is seen at it; among equals it is the first in time.
     """
     reports = []
     for file in epoch_dir.glob("failed-*.json"):
         with suppress(OSError, ValueError, TypeError, KeyError):  # not written by us: then it says nothing
             fields = json.loads(file.read_text())
-            report = Report(int(fields["rank"]), str(fields["kind"]), str(fields["text"]))
-            reports.append((_AFTER.get(report.kind, 0), file.stat().st_mtime_ns, report.rank, report))
-    return min(reports)[-1] if reports else None
-
-
-_AFTER = {"peer": 1, "collective": 2}
+            reports.append(Report(int(fields["rank"]), str(fields["kind"]), str(fields["text"]), int(fields["at"])))
+    return min(reports, key=lambda report: (report.kind == "peer", report.at), default=None)

@@ -217,7 +217,7 @@ class Lifeline:
         report = self._epoch_dir / f"failed-{self.rank}.json"
         draft = report.with_suffix(f".{threading.get_ident()}")
         with suppress(OSError):  # a full disk must not keep the group alive
-            draft.write_text(json.dumps({"rank": self.rank, "kind": kind, "text": text}))
+            draft.write_text(json.dumps({"rank": self.rank, "kind": kind, "text": text, "at": time.time_ns()}))
             with suppress(FileExistsError):  # the first word stays
                 os.link(draft, report)  # whole or not at all: a peer may kill this rank half-way
             draft.unlink()
