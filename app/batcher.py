@@ -103,13 +103,13 @@ class Batch:
     def form(self) -> Hashable:
         return self.pieces[0].job.form
 
-    def halves(self) -> list[Batch]:
-        half = (self.size + 1) // 2
+    def split(self, count: int) -> list[Batch]:
+        """Its first `count` items and the others."""
         first: list[Piece] = []
         second: list[Piece] = []
         for job, start, stop in self.pieces:
-            cut = min(stop, start + half)
-            half -= cut - start
+            cut = min(stop, start + count)
+            count -= cut - start
             if cut > start:
                 first.append(Piece(job, start, cut))
             if stop > cut:
@@ -124,10 +124,14 @@ class Batcher:
     max_wait: float = 0.0  # seconds that an idle group waits for a fuller step
     _jobs: deque[Job] = field(default_factory=deque)
     _returned: deque[Batch] = field(default_factory=deque)
+    _sweep_at: int = 0
 
     def add(self, job: Job, now: float) -> None:
         job.added = now
         self._jobs.append(job)
+        if len(self._jobs) > self._sweep_at:  # jobs that nobody waits for must not pile up while no step is taken
+            self._jobs = deque(job for job in self._jobs if job.wanted(now))
+            self._sweep_at = max(8, 2 * len(self._jobs))
 
     def waiting(self, now: float) -> int:
         """Items that wait for a step."""
@@ -142,13 +146,17 @@ class Batcher:
         and goes to the back, so that a large one takes turns with the others.
         """
         while self._returned:
-            batch = self._returned[0]
-            if batch.strikes and beside is not None:
-                return None  # a suspect runs alone
-            self._returned.popleft()
+            batch = self._returned.popleft()
             batch.pieces = [piece for piece in batch.pieces if piece.job.wanted(now)]
-            if batch.pieces:
-                return batch
+            if not batch.pieces:
+                continue
+            if batch.size > capacity:  # a new group may hold less than the one that died
+                batch, rest = batch.split(capacity)
+                self._returned.appendleft(rest)
+            if beside is not None and (batch.strikes or batch.size < min(beside, capacity)):
+                self._returned.appendleft(batch)
+                return None  # a suspect runs alone
+            return batch
         while self._jobs and not self._jobs[0].wanted(now):
             self._jobs.popleft()
         if not self._jobs:
@@ -176,7 +184,7 @@ class Batcher:
             elif batch.size == 1:
                 poison += batch.pieces
             else:
-                back += batch.halves()
+                back += batch.split((batch.size + 1) // 2)
         self._returned.extendleft(reversed(back))
         return poison
 

@@ -45,7 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for verb, text in helps.items():
         sub = verbs.add_parser(verb, help=text, description=text)
         if verb != "app":
-            sub.add_argument("model", nargs="?" if verb != "check" else None, default=argparse.SUPPRESS, metavar="MODEL")
+            sub.add_argument(
+                "model", nargs="?" if verb != "check" else None, default=argparse.SUPPRESS, metavar="MODEL"
+            )
         add_flags(sub, [name for name in Settings.model_fields if name != "model" or verb == "app"])
     flags = vars(parser.parse_args(argv))
     verb = flags.pop("verb")
@@ -90,7 +92,8 @@ def _app(settings: Settings) -> int:
     from app.server import Server
 
     def on_ready(group: Group) -> None:
-        print(_banner(*server.bind(), group), flush=True)
+        host, port = server.bind()
+        print(_banner(host, port, group), flush=True)
 
     app = create_app(settings, on_ready)
     server = Server(app, settings, drain=app.state.dispatcher.drain)

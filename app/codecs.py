@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -21,6 +22,8 @@ from workers.wire import Buffer, Encoding, Form, RowForm
 
 MEDIA_TYPES: dict[Encoding, str] = {"json": "application/json", "npy": "application/x-npy"}
 MAX_NPY_HEADER = 4096  # bytes
+MAX_NPY_AXES = 32  # NumPy 1 has no more
+MAX_NPY_SIZE = 2**60 - 1  # numbers: NumPy counts bytes in 63 bits, and a number has up to eight of them
 
 
 class Items(Protocol):
@@ -59,7 +62,7 @@ def request_encoding(content_type: bytes | None) -> Encoding:
     media, _, parameters = (content_type or b"").decode("latin-1").lower().partition(";")
     for encoding, name in MEDIA_TYPES.items():
         if media.strip() == name:
-            if encoding == "json" and "charset" in parameters and "utf-8" not in parameters:
+            if encoding == "json" and "charset" in parameters and not re.search(r"charset=\"?utf-?8\b", parameters):
                 raise UnsupportedMediaType(f"JSON is UTF-8, not {parameters.strip()}")
             return encoding
     got = f"the content type {media.strip()!r}" if media.strip() else "a body without Content-Type"
@@ -67,25 +70,24 @@ def request_encoding(content_type: bytes | None) -> Encoding:
 
 
 def answer_encoding(accept: bytes | None, default: Encoding) -> Encoding:
-    """The form that the client likes best; its request's own where it likes all alike. NotAcceptable: none."""
-    if not accept:
-        return default
-    best, liking = default, 0.0
-    for choice in accept.decode("latin-1").lower().split(","):
+    """The form that the client likes best; `default` where it likes them alike. NotAcceptable: none.
+
+    As RFC 9110 says in 12.5.1: of the ranges that hold a media type, the most specific one says how much it is liked.
+    """
+    likings: dict[str, float] = {}
+    for choice in filter(None, map(str.strip, (accept or b"*/*").decode("latin-1").lower().split(","))):
         media, *parameters = (part.strip() for part in choice.split(";"))
-        quality = 1.0
-        for parameter in parameters:
-            if parameter.startswith("q="):
-                try:
-                    quality = float(parameter[2:])
-                except ValueError as error:
-                    raise NotAcceptable(f"Accept: {choice.strip()!r} has no number as q") from error
-        known = [encoding for encoding, name in MEDIA_TYPES.items() if name == media]
-        if media in ("*/*", "application/*"):
-            known = [default]
-        if known and quality > liking:
-            best, liking = known[0], quality
-    if liking == 0.0:
+        quality = next((one[2:] for one in parameters if one.startswith("q=")), "1")
+        if not re.fullmatch(r"0(\.\d*)?|1(\.0*)?", quality):
+            raise NotAcceptable(f"Accept: {choice!r} has a q that is no number from 0 to 1")
+        likings[media] = max(float(quality), likings.get(media, 0.0))
+
+    def liking(encoding: Encoding) -> tuple[float, bool]:
+        ranges = (MEDIA_TYPES[encoding], "application/*", "*/*")
+        return next((likings[media] for media in ranges if media in likings), 0.0), encoding == default
+
+    best = max(MEDIA_TYPES, key=liking)
+    if not liking(best)[0]:
         raise NotAcceptable(f"no form in Accept is one of {', '.join(MEDIA_TYPES.values())}")
     return best
 
@@ -128,7 +130,7 @@ def _cut_json(body: bytes, returns: Encoding) -> Cut:
             body.decode()  # cutting does not look into strings
         parsed = _body.decode(body)
     except msgspec.ValidationError as error:
-        raise MalformedBody(f'{error}; send {{"inputs": [item, ...], "parameters": {{...}}}}') from error
+        raise MalformedBody(f'{str(error)[:500]}; send {{"inputs": [item, ...], "parameters": {{...}}}}') from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise MalformedBody(str(error)) from error
     except RecursionError as error:
@@ -159,14 +161,19 @@ def _cut_npy(body: bytes, returns: Encoding) -> Cut:
         version = np.lib.format.read_magic(head)
         if version == (1, 0):
             shape, fortran, dtype = np.lib.format.read_array_header_1_0(head, MAX_NPY_HEADER)
-        else:
+        elif version in ((2, 0), (3, 0)):  # they differ in the names of fields only
             shape, fortran, dtype = np.lib.format.read_array_header_2_0(head, MAX_NPY_HEADER)
+        else:
+            raise ValueError(f"format version {version[0]}.{version[1]} is not known")
     except Exception as error:  # numpy raises whatever a hostile header brings about
-        raise MalformedBody(f"the npy header cannot be read: {error}") from error
-    if dtype.kind not in "biuf":
-        raise MalformedBody(f"npy arrays of dtype {dtype} are not taken; send numbers or bools")
+        raise MalformedBody(f"the npy header cannot be read: {str(error)[:200]}") from error
+    if dtype.kind not in "biuf" or dtype.itemsize > 8:
+        raise MalformedBody(f"npy arrays of dtype {str(dtype)[:200]} are not taken; send numbers or bools")
     if not shape:
         raise MalformedBody("the npy array has no axis; the first axis counts the items")
+    if len(shape) > MAX_NPY_AXES or min(shape) < 0 or math.prod(size or 1 for size in shape) > MAX_NPY_SIZE:
+        raise MalformedBody(f"the npy header has a shape that no array has: {str(shape)[:200]}")
+    shape = tuple(map(int, shape))  # True counts as a size
     data = memoryview(body)[head.tell() :]
     length = math.prod(shape[1:]) * dtype.itemsize
     if len(data) != shape[0] * length:
@@ -174,7 +181,7 @@ def _cut_npy(body: bytes, returns: Encoding) -> Cut:
     if fortran and len(shape) > 1:
         columns = np.frombuffer(data, dtype).reshape(shape, order="F")
         data = memoryview(np.ascontiguousarray(columns).tobytes())
-    return Cut(_NpyItems(data, shape[0], length), Form("npy", returns, b"", (dtype.str, tuple(shape[1:]))))
+    return Cut(_NpyItems(data, shape[0], length), Form("npy", returns, b"", (dtype.str, shape[1:])))
 
 
 def frame(pieces: Sequence[tuple[Items, int, int]], encoding: Encoding) -> tuple[Buffer, list[int]]:
@@ -195,16 +202,18 @@ def null_span(start: int, count: int, encoding: Encoding) -> Span:
     return Span(start, [4 if encoding == "json" else 0] * count, memoryview(text), [("", ())] * count)
 
 
-def join_json(request_id: str, spans: Sequence[Span], failures: Mapping[int, PhalanxError], returns: Encoding) -> bytes:
-    """The JSON answer; `outputs` holds null and `errors` the reason where an item failed. `failures` may grow."""
-    found = dict(failures)
+def join_json(request_id: str, spans: Sequence[Span], failures: dict[int, PhalanxError], returns: Encoding) -> bytes:
+    """The JSON answer; `outputs` holds null and `errors` the reason where an item failed.
+
+    An npy result that JSON cannot say is added to `failures`.
+    """
     if returns == "json":
         outputs = [span.frame for span in spans if span.lengths]
     else:
-        outputs = [memoryview(text) for span in spans for text in _rows_as_json(span, found)]
+        outputs = [memoryview(text) for span in spans for text in _rows_as_json(span, failures)]
     chunks: list[Buffer] = [b'{"id":', orjson.dumps(request_id), b',"outputs":[', b",".join(outputs), b"]"]
-    if found:
-        chunks += [b',"errors":', orjson.dumps(describe(found))]
+    if failures:
+        chunks += [b',"errors":', orjson.dumps(describe(failures))]
     return b"".join([*chunks, b"}"])
 
 
@@ -244,5 +253,6 @@ def _rows_as_json(span: Span, failures: dict[int, PhalanxError]) -> list[bytes]:
             failures[i] = NonFiniteResult("the result holds NaN or infinity, and an answer with failed items is JSON")
             texts.append(b"null")
         else:
-            texts.append(orjson.dumps(row.tolist()))
+            native = row.astype(row.dtype.newbyteorder("="), copy=False)
+            texts.append(orjson.dumps(native, np.ndarray.tolist, orjson.OPT_SERIALIZE_NUMPY))
     return texts

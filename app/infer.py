@@ -10,11 +10,12 @@ from typing import Any
 
 from app import codecs
 from app.batcher import Hold
-from app.dispatcher import Dispatcher, Request
+from app.dispatcher import Dispatcher
 from app.door import Receive, Send
 from app.metrics import Metrics
 from app.problem import problem
 from app.settings import Settings
+from app.steps import Request
 from workers.errors import BodyTimeout, InvalidItem, MalformedHeader, PhalanxError, TooLarge
 from workers.wire import Encoding
 

@@ -1,4 +1,4 @@
-"""`create_app(settings)`: puts dispatcher, routes, middleware and error handlers together; it has no logic of its own."""
+"""`create_app(settings)`: dispatcher, routes, middleware and error handlers, put together; it decides nothing."""
 
 from __future__ import annotations
 
@@ -75,7 +75,9 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 
 async def _failed(request: Request, error: Exception) -> Response:
-    return _response(request, InternalError("the front end failed; its log has the stack"), {})
+    # this answer is made outside the door, which would have added the id
+    headers = {"x-request-id": getattr(request.state, "request_id", "")}
+    return _response(request, InternalError("the front end failed; its log has the stack"), headers)
 
 
 def _response(request: Request, error: PhalanxError, extra: Any) -> Response:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import time
@@ -103,7 +104,7 @@ class Heavy:
     def __init__(self, device):
         torch.manual_seed(0)
         sizes = (512, 2048, 2048, 512)
-        layers = [torch.nn.Linear(a, b) for a, b in zip(sizes, sizes[1:], strict=False)]
+        layers = [torch.nn.Linear(a, b) for a, b in itertools.pairwise(sizes)]
         self.network = torch.nn.Sequential(layers[0], torch.nn.ReLU(), layers[1], torch.nn.ReLU(), layers[2]).to(device)
 
     def predict(self, items):

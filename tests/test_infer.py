@@ -1,4 +1,4 @@
-"""`POST /infer` on real groups: order, balance, per-item outcomes, refusals, and that the service goes on after each."""
+"""`POST /infer` on real groups: order, balance, per-item outcomes, refusals, and going on after each."""
 
 from __future__ import annotations
 
@@ -302,7 +302,9 @@ def test_a_body_cut_by_a_closed_connection_reaches_no_queue_and_is_counted(obedi
     before = obedient.metric("phalanx_aborted_requests_total")
     steps = obedient.metric("phalanx_steps_total")
     with socket.create_connection(("127.0.0.1", obedient.port)) as sock:
-        sock.sendall(b"POST /infer HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n{")
+        sock.sendall(
+            b"POST /infer HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n{"
+        )
     until(lambda: obedient.metric("phalanx_aborted_requests_total") == before + 1, 5)
     assert obedient.metric("phalanx_steps_total") == steps
     assert obedient.info()["queue"] == {"items": 0, "bytes": 0, "waiting_items": 0}

@@ -121,8 +121,7 @@ def test_a_rank_that_fells_the_group_takes_all_with_it_and_says_why(start: Start
 
 def test_a_connection_that_broke_by_a_peers_death_is_reported_as_that(start: Start, tmp_path: Path) -> None:
     ranks = start(2)
-    ranks[0].say("break connection-reset", "holding")
-    ranks[1].process.kill()
+    ranks[0].tell(f"break {ranks[1].pid} connection-reset")
     all_gone(ranks)
     died = f"rank 1 (pid {ranks[1].pid}) died, seen here as: connection-reset"
     assert why(tmp_path) == (0, "peer", died)

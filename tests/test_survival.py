@@ -71,8 +71,8 @@ def test_killing_any_rank_or_torchrun_under_load_loses_no_request() -> None:
             epoch = service.group()["epoch"]
             old = service.pids()
             os.kill(victim(), signal.SIGKILL)
-            until(lambda: service.client.get("/readyz").status_code == 503, 2, "not ready after a death")  # noqa: B023
-            until(lambda: (group := service.group()) and group["epoch"] > epoch, 60, "the next epoch")  # noqa: B023
+            until(lambda: service.client.get("/readyz").status_code == 503, 2, "not ready after a death")
+            until(lambda before=epoch: (group := service.group()) and group["epoch"] > before, 60, "the next epoch")
             assert not any(map(alive, old))
             service.wait_ready()
         load.more()

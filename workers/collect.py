@@ -14,11 +14,10 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from workers.encode import ALIGN, Packed, aligned, pack, segments, sentence, unpack
 from workers.errors import GroupError
-from workers.rounds import Array, Exact, Mover, Staged, all_gather
+from workers.rounds import Array, Transport, transport_for
 from workers.wire import shares
 
 __all__ = ["Collector", "Desynchronised", "Part", "shares"]
@@ -56,16 +55,20 @@ class Collector:
     view of a receive buffer, which is used again only when the last such view is gone.
     """
 
-    def __init__(self, *, epoch: int = 0, device: torch.device | None = None, cap: int = CAP) -> None:
-        grouped = dist.is_available() and dist.is_initialized()
-        self._rank, self._world = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
-        self._epoch = epoch
+    def __init__(
+        self,
+        *,
+        epoch: int = 0,
+        device: torch.device | None = None,
+        cap: int = CAP,
+        transport: Transport | None = None,
+    ) -> None:
+        self._transport = transport or transport_for(device)
+        self._rank, self._world = self._transport.rank, self._transport.world
+        self._epoch = epoch & 0xFFFFFFFF
         self._cap = cap
-        self._move: Mover = Exact()
-        if grouped and device is not None and device.type == "cuda" and "cuda:nccl" in dist.get_backend_config():
-            self._move = Staged(device, self._world)
         self._mine = torch.zeros(_FRAME, dtype=torch.uint8)
-        self._all = torch.zeros(_FRAME * self._world, dtype=torch.uint8) if self._world > 1 else self._mine
+        self._all = torch.zeros(_FRAME * self._world, dtype=torch.uint8)
         self._frame = self._mine.numpy().data
         self._frames = self._all.numpy().data
         self._filled = 0  # bytes of the frame that are not zero
@@ -86,7 +89,7 @@ class Collector:
             gap = _gap(headers, size)
             places = [_places(h) for h in headers]
             more = any(places) and not gap  # from headers alone, which all ranks hold
-            buffers = self._move(self._rank, sending, places) if more else [memoryview(b"")] * self._world
+            buffers = self._transport.second(sending, places) if more else [memoryview(b"")] * self._world
         except Exception as error:
             self._dead = error if isinstance(error, GroupError) else GroupError(f"step {step}: {sentence(error)}")
             raise self._dead from error
@@ -105,17 +108,15 @@ class Collector:
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # a SystemExit in some __reduce__ is no less an error of this part alone
-            status, packed = (
-                _ERROR,
-                Packed([f"the result cannot be sent: {sentence(error)}".encode("utf-8", "replace")]),
-            )
+            text = f"the result cannot be sent: {sentence(error)}"
+            status, packed = _ERROR, Packed([text.encode("utf-8", "replace")])
         head, body = sum(map(len, packed.head)), segments(packed.body, ALIGN)
         inline = _fits(head, len(body))
         sending: list[Array] = [
             np.frombuffer(s, np.uint8) for s in (body if inline else segments(packed.head, 1) + body)
         ]
         lengths = [len(segment) for segment in sending]
-        who = status, self._move.kind, self._rank, self._world, len(lengths), self._epoch & 0xFFFFFFFF
+        who = status, self._transport.kind, self._rank, self._world, len(lengths), self._epoch
         _HEADER.pack_into(self._frame, 0, _MAGIC, *who, step, start, items, size, head, sum(lengths))
         at = _HEADER.size
         for piece in (struct.pack(f"<{len(lengths)}q", *lengths), *(packed.head if inline else ())):
@@ -128,14 +129,13 @@ class Collector:
 
     def _first_round(self, step: int, size: int) -> list[_Header]:
         """Exchange the frames and check every header: the same outcome on every rank."""
-        if self._world > 1:
-            all_gather(self._all, self._mine)
+        self._transport.first(self._all, self._mine)
         headers = []
         for r in range(self._world):
             h = _Header._make((*_HEADER.unpack_from(self._frames, r * _FRAME), ()))
             lengths = struct.unpack_from(f"<{h.segments}q", self._frames, r * _FRAME + _HEADER.size)
             headers.append(h._replace(lengths=lengths) if lengths else h)
-        shared = self._move.kind, self._world, self._epoch & 0xFFFFFFFF, step, size
+        shared = self._transport.kind, self._world, self._epoch, step, size
         for r, h in enumerate(headers):
             same = (h.kind, h.world, h.epoch, h.step, h.size) == shared
             if h.magic != _MAGIC or h.rank != r or not same or sum(h.lengths) != h.total:

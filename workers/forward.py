@@ -1,23 +1,26 @@
-"""A shard through the model: decode, preprocess, micro-batches, bisection, out of memory, encode; it knows no group and no queue."""
+"""A shard through the model: decode, preprocess, micro-batches, bisection, out of memory, encode; it knows no group."""
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
-import msgspec
 import numpy as np
 import torch
 
 from workers import items
-from workers.errors import GroupError, InvalidItem, ModelError, PhalanxError
+from workers.errors import GroupError, InvalidItem, InvalidParameters, ModelError, PhalanxError
 from workers.items import Encoded, Failures
-from workers.model import NO_EXAMPLE, Model
+from workers.model import NO_EXAMPLE, Model, said
 from workers.wire import Buffer, Form
 
 log = logging.getLogger("workers")
+
+Values: TypeAlias = torch.Tensor | list[Any]
+Results: TypeAlias = Sequence[Any] | np.ndarray
 
 
 class Forward:
@@ -54,11 +57,11 @@ class Forward:
             if failures:
                 return text, failures
             return self.run(text.frame, text.lengths, form, patience)
-        return self._finish([example], [0], {}, 1, form, {}, patience)
+        return self._finish([copy.deepcopy(example)], [0], {}, 1, form, {}, patience)
 
     def _finish(
         self,
-        values: torch.Tensor | list[Any],
+        values: Values,
         index: list[int],
         failures: Failures,
         size: int,
@@ -67,26 +70,23 @@ class Forward:
         patience: float,
     ) -> tuple[Encoded, Failures]:
         values, index = self._preprocess(values, index, failures)
-        with torch.inference_mode():
-            answers = _Answers(self.model, values, parameters, time.monotonic() + patience, self.device)
-            answers.collect()
+        answers = _Answers(self.model, values, parameters, time.monotonic() + patience, self.device)
+        answers.collect()
         for k, error in answers.errors.items():
             failures[index[k]] = error
-        results: Sequence[Any] | np.ndarray
-        if isinstance(answers.whole, np.ndarray) and len(index) == size and self.model.postprocess is None:
-            results = answers.whole
-        else:
-            results = [None] * size
+        postprocess = self.model.postprocess
+        if isinstance(answers.whole, np.ndarray) and len(index) == size and postprocess is None:
+            return items.encode(answers.whole, failures, size, form.returns), failures
+        results: list[Any] = [None] * size
+        with torch.inference_mode():  # what predict made there cannot be written to elsewhere
             for k, result in answers.results():
                 try:
-                    results[index[k]] = result if self.model.postprocess is None else self.model.postprocess(result)
+                    results[index[k]] = result if postprocess is None else postprocess(result)
                 except Exception as error:
                     failures[index[k]] = _model_error("postprocess", error)
         return items.encode(results, failures, size, form.returns), failures
 
-    def _preprocess(
-        self, values: torch.Tensor | list[Any], index: list[int], failures: Failures
-    ) -> tuple[torch.Tensor | list[Any], list[int]]:
+    def _preprocess(self, values: Values, index: list[int], failures: Failures) -> tuple[Values, list[int]]:
         if self.model.preprocess is None:
             return values, index
         ready, kept = [], []
@@ -95,7 +95,7 @@ class Forward:
                 ready.append(self.model.preprocess(value))
                 kept.append(i)
             except (ValueError, TypeError) as error:
-                failures[i] = InvalidItem(str(error) or type(error).__name__)
+                failures[i] = InvalidItem(said(error, kind=False))
             except Exception as error:
                 failures[i] = _model_error("preprocess", error)
         alike = ready and all(
@@ -109,12 +109,7 @@ class _Answers:
     """The model's results for the items of a shard, found in micro-batches; of a batch that raises, by halving it."""
 
     def __init__(
-        self,
-        model: Model,
-        values: torch.Tensor | list[Any],
-        parameters: dict[str, Any],
-        give_up: float,
-        device: torch.device,
+        self, model: Model, values: Values, parameters: dict[str, Any], give_up: float, device: torch.device
     ) -> None:
         self.model = model
         self.values = values
@@ -122,11 +117,11 @@ class _Answers:
         self.give_up = give_up
         self.device = device
         self.micro_batch = model.max_batch_size
-        self.parts: list[tuple[int, Sequence[Any] | np.ndarray]] = []
+        self.parts: list[tuple[int, Results]] = []
         self.errors: Failures = {}
 
     @property
-    def whole(self) -> Sequence[Any] | np.ndarray | None:
+    def whole(self) -> Results | None:
         """All results, where one micro-batch held them."""
         return self.parts[0][1] if len(self.parts) == 1 and not self.errors else None
 
@@ -135,40 +130,46 @@ class _Answers:
 
     def collect(self) -> None:
         # a stack, so that the halves of a batch come before what follows it
-        waiting: list[tuple[int, int, bool]] = [(0, len(self.values), False)]
+        waiting: list[tuple[int, int]] = [(0, len(self.values))]
         while waiting:
-            start, stop, suspect = waiting.pop()
+            start, stop = waiting.pop()
             if stop - start > self.micro_batch:
-                waiting += [(start + self.micro_batch, stop, suspect), (start, start + self.micro_batch, suspect)]
+                waiting += [(start + self.micro_batch, stop), (start, start + self.micro_batch)]
             elif stop > start:
                 try:
                     self.parts.append((start, self._predict(start, stop)))
+                    continue
                 except torch.OutOfMemoryError as error:
+                    halve, failed = True, _model_error("predict", error)
                     self._shrink(stop - start)
-                    if stop - start == 1:
-                        self.errors[start] = _model_error("predict", error)
-                    else:
-                        waiting.append((start, stop, suspect))
                 except ModelError as error:
+                    # a new error: this one's traceback would keep the tensors of the forward that failed
+                    halve, failed = time.monotonic() < self.give_up, ModelError(str(error))
+                if halve and stop - start > 1:
                     middle = (start + stop) // 2
-                    if stop - start == 1 or (suspect and time.monotonic() > self.give_up):
-                        self.errors.update(dict.fromkeys(range(start, stop), error))
-                    else:
-                        waiting += [(middle, stop, True), (start, middle, True)]
+                    waiting += [(middle, stop), (start, middle)]
+                else:
+                    self.errors.update(dict.fromkeys(range(start, stop), failed))
+        if self.errors:
+            log.warning("no result for %d of %d items: %s", len(self.errors), len(self.values), failed)
 
-    def _predict(self, start: int, stop: int) -> Sequence[Any] | np.ndarray:
-        batch = self.values[start:stop]
-        if isinstance(batch, torch.Tensor):
-            batch = batch.to(self.device)
+    def _predict(self, start: int, stop: int) -> Results:
         try:
-            return _results(self.model.predict(batch, **self.parameters), stop - start)
+            batch = self.values[start:stop]
+            if isinstance(batch, torch.Tensor):
+                batch = batch.to(self.device, copy=True)  # predict may write into it, raise, and get the items again
+            with torch.inference_mode():
+                returned = self.model.predict(batch, **self.parameters)
+                results = _results(returned, stop - start, self.model.postprocess is not None)
         except (torch.OutOfMemoryError, ModelError):
             raise
         except torch.AcceleratorError as error:  # the device's context is gone: no later call would work
-            raise GroupError(f"the device failed: {error}") from error
+            raise GroupError(f"the device failed: {said(error)}") from error
         except Exception as error:
-            log.warning("predict raised on %d items", stop - start, exc_info=stop - start == 1)
+            if stop - start == 1 and not self.errors:  # one stack a shard is enough
+                log.warning("predict raised", exc_info=True)
             raise _model_error("predict", error) from error
+        return results if stop - start == len(self.values) else _kept(results)
 
     def _shrink(self, failed: int) -> None:
         if self.device.type == "cuda":
@@ -177,23 +178,38 @@ class _Answers:
         log.warning("out of device memory on %d items, going on with micro-batches of %d", failed, self.micro_batch)
 
 
-def _results(returned: Any, count: int) -> Sequence[Any] | np.ndarray:
-    if isinstance(returned, torch.Tensor):
-        tensor = returned.detach()
-        returned = (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).cpu().numpy()
-    if isinstance(returned, np.ndarray) and returned.ndim == 0 or not isinstance(returned, np.ndarray | list | tuple):
-        raise ModelError(
-            f"predict returned a {type(returned).__name__}; it must return a list, tuple, array or tensor of {count} results"
-        )
+def _results(returned: Any, count: int, as_tensors: bool) -> Results:
+    """What predict returned, checked; rows of a tensor as tensors on the CPU, or all of it as an array."""
+    kind = type(returned)
+    if isinstance(returned, torch.Tensor | np.ndarray) and returned.ndim == 0:
+        raise ModelError(f"predict returned a {kind.__name__} without axes; its first axis must be that of the items")
+    # no subclass of tuple: torch.max(...), for one, returns a pair that is not two results
+    if not isinstance(returned, torch.Tensor | np.ndarray | list) and kind is not tuple:
+        raise ModelError(f"predict returned a {kind.__name__}, not a list, tuple, array or tensor of {count} results")
     if len(returned) != count:
         raise ModelError(f"predict returned {len(returned)} results for {count} items")
-    return returned
+    results: Results = returned
+    if isinstance(returned, torch.Tensor):
+        results = returned.detach().cpu().unbind() if as_tensors else items.array(returned)
+    return results
+
+
+def _kept(results: Results) -> Results:
+    """A copy: the model may return the same memory for every batch."""
+    try:
+        copied: Results = copy.deepcopy(results)
+    except Exception:  # nor has it a form in any answer
+        return results
+    return copied
 
 
 def _parameters(text: bytes) -> dict[str, Any]:
-    value = msgspec.json.decode(text) if text else None
-    return value if isinstance(value, dict) else {}
+    try:
+        found: dict[str, Any] = items.value(text or b"{}", dict[str, Any], "parameters")
+    except InvalidItem as error:
+        raise InvalidParameters(str(error)) from error
+    return found
 
 
 def _model_error(where: str, error: Exception) -> ModelError:
-    return ModelError(f"{where} raised {type(error).__name__}: {error}")
+    return ModelError(f"{where} raised {said(error)}")

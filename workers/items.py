@@ -1,4 +1,4 @@
-"""One item ⇄ bytes on a rank: JSON values and npy rows in, values or a tensor out, and back; it runs no model and knows no group.
+"""One item ⇄ bytes on a rank: JSON values and npy rows to values or a tensor, and results back; it runs no model.
 
 Whatever is wrong with an item becomes that item's error, in `failures` by its index in the shard; nothing raises.
 """
@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
+from enum import Enum
 from typing import Any, Literal
 
 import msgspec
@@ -25,15 +26,16 @@ from workers.errors import (
     PhalanxError,
     UnencodableResult,
 )
-from workers.model import TensorSpec
+from workers.model import TensorSpec, said
 from workers.wire import Buffer, Encoding, Form, RowForm, offsets
 
 MAX_DEPTH = 64  # of a JSON item
 Failures = dict[int, PhalanxError]
 _NO_TOKENS = bytes(set(range(256)) - set(b"[],"))  # deleted, they leave the structure of nested arrays
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+_BRACKET_STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")  # as int8: one deeper, one less deep
 _SIMDJSON: dict[str, Literal["d", "i", "u"]] = {"float64": "d", "int64": "i", "uint64": "u"}
-_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"')
-_JSON_OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 
 
 @dataclass
@@ -58,8 +60,9 @@ def decode(frame: Buffer, lengths: Sequence[int], form: Form, spec: TensorSpec |
     """The items of a payload frame."""
     if form.accepts == "npy":
         assert form.row is not None
-        rows = np.frombuffer(frame, np.dtype(form.row[0])).reshape(len(lengths), *form.row[1])
-        return _rows(rows, spec)
+        dtype = np.dtype(form.row[0])
+        rows = np.frombuffer(frame, dtype).reshape(len(lengths), *form.row[1])
+        return _rows(rows.view(np.uint8) != 0 if dtype.kind == "b" else rows, spec)  # a client's true may be any byte
     view = memoryview(frame)
     raws = [view[at : at + n] for at, n in zip(offsets(lengths, "json"), lengths, strict=True)]
     if spec is None:
@@ -78,36 +81,42 @@ def encode(results: Sequence[Any] | np.ndarray, failures: Failures, size: int, e
 # ---- JSON and npy to values
 
 
+def value(raw: Buffer, kind: Any = Any, what: str = "item") -> Any:
+    """One JSON value. InvalidItem: it is not of `kind`. MalformedBody: it is no JSON, or nested too deep."""
+    _check_depth(raw)
+    try:
+        return msgspec.json.decode(raw, type=kind)
+    except msgspec.ValidationError as error:
+        raise InvalidItem(str(error).replace("`$", f"`{what}")) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise MalformedBody(str(error)) from error
+
+
+def array(tensor: torch.Tensor) -> np.ndarray:
+    """What a tensor holds, sharing its memory where that can be; kinds of float that NumPy lacks become float32."""
+    if tensor.is_floating_point() and tensor.dtype not in (torch.float16, torch.float32, torch.float64):
+        tensor = tensor.float()
+    return tensor.numpy(force=True)
+
+
 def _values(raws: list[memoryview]) -> Decoded:
     values, index = [], []
     failures: Failures = {}
     for i, raw in enumerate(raws):
         try:
-            values.append(_value(raw))
+            values.append(value(raw))
             index.append(i)
         except PhalanxError as error:
             failures[i] = error
     return Decoded(values, index, failures)
 
 
-def _value(raw: Buffer, kind: Any = Any) -> Any:
-    _check_depth(raw)
-    try:
-        return msgspec.json.decode(raw, type=kind)
-    except msgspec.ValidationError as error:
-        raise InvalidItem(str(error).replace("`$", "`item")) from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise MalformedBody(str(error)) from error
-
-
 def _check_depth(raw: Buffer) -> None:
     text = bytes(raw)
-    if text.count(b"[") + text.count(b"{") <= MAX_DEPTH:
-        return
-    marks = np.frombuffer(_STRING.sub(b"", text), np.uint8)
-    opens, closes = (marks == ord("[")) | (marks == ord("{")), (marks == ord("]")) | (marks == ord("}"))
-    if int((opens.astype(np.int64) - closes).cumsum().max()) > MAX_DEPTH:
-        raise MalformedBody(f"an item is nested deeper than {MAX_DEPTH}")
+    if text.count(b"[") + text.count(b"{") > MAX_DEPTH:
+        steps = _STRING.sub(b"", text).translate(_BRACKET_STEPS, _NO_BRACKETS)
+        if np.frombuffer(steps, np.int8).cumsum(dtype=np.int32).max(initial=0) > MAX_DEPTH:
+            raise MalformedBody(f"an item is nested deeper than {MAX_DEPTH}")
 
 
 # ---- JSON numbers to a tensor
@@ -131,7 +140,7 @@ def _numbers(frame: Buffer, raws: list[memoryview], spec: TensorSpec) -> Decoded
 
 
 def _parse(raw: bytes, shape: tuple[int | None, ...], dtype: str) -> np.ndarray | None:
-    """Nested arrays of numbers, with no Python object a number; None where it is not exactly that: `_explain` says why."""
+    """Nested arrays of numbers, with no Python object a number; None if it is not just that: `_explain` says why."""
     try:
         document = simdjson.Parser().parse(raw)
     except (ValueError, RuntimeError):  # a number that 64 bits do not hold, or no JSON
@@ -173,15 +182,16 @@ def _explain(raw: bytes, spec: TensorSpec) -> np.ndarray:
     nested: Any = kind
     for _ in spec.shape:
         nested = list[nested]
-    value = _value(raw, nested)
     try:
-        array = np.array(value, _wide(spec.dtype))
+        array = np.array(value(raw, nested), _wide(spec.dtype))
+    except InvalidItem as error:
+        raise InvalidItem(f"{error}; the model takes {spec}") from error
     except OverflowError as error:
         raise InvalidItem(f"a number does not fit in {spec.dtype}") from error
     except ValueError as error:
         raise InvalidItem(f"the item's rows are of unequal length; the model takes {spec}") from error
-    if array.size == 0 and len(array.shape) != len(spec.shape):
-        array = array.reshape(array.shape + (0,) * (len(spec.shape) - len(array.shape)))
+    if array.size == 0:  # an empty list does not say how long what it does not hold would be
+        array = array.reshape(*array.shape, *(size or 0 for size in spec.shape[array.ndim :]))
     if not _fits(array.shape, spec):
         raise InvalidItem(f"the item's shape is {list(array.shape)}; the model takes {spec}")
     return array
@@ -193,7 +203,8 @@ def _explain(raw: bytes, spec: TensorSpec) -> np.ndarray:
 def _rows(rows: np.ndarray, spec: TensorSpec | None) -> Decoded:
     everything = list(range(len(rows)))
     if spec is None:
-        return Decoded(list(rows.copy()), everything)  # a copy: a model may write into what it is given
+        # a copy, in native byte order: a model may write into what it is given, and torch reads no other
+        return Decoded(list(rows.astype(rows.dtype.newbyteorder("="))), everything)
     wrong = None
     if not _fits(rows.shape[1:], spec):
         wrong = f"the item's shape is {list(rows.shape[1:])}; the model takes {spec}"
@@ -238,10 +249,10 @@ def _checked(array: np.ndarray, index: list[int], failures: Failures, spec: Tens
     if tensor.is_floating_point() and tensor.numel():
         finite = torch.isfinite(tensor).reshape(len(array), -1).all(dim=1).numpy()
         refuse(~finite, f"a number is not finite in {spec.dtype}")
-    for bound, outside in ((spec.minimum, np.less), (spec.maximum, np.greater)):
+    for bound, outside, where in ((spec.minimum, np.less, "below"), (spec.maximum, np.greater, "above")):
         if bound is not None and array.size:
             with np.errstate(invalid="ignore"):
-                refuse(any_number(outside(array, bound)), f"a number is outside {spec.minimum}..{spec.maximum}")
+                refuse(any_number(outside(array, bound)), f"a number is {where} {bound:g}")
     if good.all():
         return Decoded(tensor, index, failures)
     return Decoded(tensor[torch.from_numpy(good)], [i for i, ok in zip(index, good, strict=True) if ok], failures)
@@ -280,9 +291,13 @@ def _encode_json(results: Sequence[Any] | np.ndarray, failures: Failures, size: 
 
 def _json(result: Any) -> bytes:
     try:
-        text = orjson.dumps(result, _plain, _JSON_OPTIONS)
+        try:
+            text = orjson.dumps(result, _plain, orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY)
+        except TypeError:  # once more without its own reading of arrays, which knows one byte order only
+            text = orjson.dumps(result, _plain, orjson.OPT_NON_STR_KEYS)
     except (TypeError, ValueError, RecursionError) as error:
-        raise UnencodableResult(f"a result of type {type(result).__name__} has no JSON form: {error}") from error
+        why = said(error.__cause__ or error, kind=False)
+        raise UnencodableResult(f"a result of type {type(result).__name__} has no JSON form: {why}") from error
     if b"null" in text and not _finite(result):  # orjson writes null for NaN, which would be a lie
         raise NonFiniteResult("the result holds NaN or infinity, which JSON cannot say; ask for application/x-npy")
     return text
@@ -291,34 +306,36 @@ def _json(result: Any) -> bytes:
 def _plain(value: Any) -> Any:
     """What orjson cannot write by itself."""
     if isinstance(value, torch.Tensor):
-        value = value.detach().cpu()
-        return np.ascontiguousarray((value.float() if value.dtype is torch.bfloat16 else value).numpy())
-    if isinstance(value, np.ndarray | np.generic):
-        return value.tolist()  # a layout or dtype that orjson does not read
-    raise TypeError(f"type {type(value).__name__}")
+        return np.asarray(array(value), order="C")
+    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind not in "mM" and not _is_wide(value.dtype):
+        return value.tolist()
+    raise TypeError(f"{type(value).__name__} is not a type that JSON has")
 
 
 def _finite(value: Any) -> bool:
+    """Whether no float that orjson finds in `value` is NaN or infinite."""
     if isinstance(value, float | np.floating):
         return math.isfinite(value)
     if isinstance(value, torch.Tensor):
         return bool(torch.isfinite(value).all())
-    if isinstance(value, np.ndarray) and value.dtype.kind == "f":
-        return bool(np.isfinite(value).all())
+    if isinstance(value, np.ndarray):
+        return bool(np.isfinite(value).all()) if value.dtype.kind == "f" else _finite(value.tolist())
     if isinstance(value, dict):
         return all(_finite(key) and _finite(inner) for key, inner in value.items())
     if isinstance(value, list | tuple):
         return all(map(_finite, value))
-    if hasattr(value, "__dataclass_fields__"):
-        return all(_finite(getattr(value, name)) for name in value.__dataclass_fields__)
+    if isinstance(value, Enum):
+        return _finite(value.value)
+    if is_dataclass(value):
+        names = vars(value) if hasattr(value, "__dict__") else [one.name for one in fields(value)]
+        return all(_finite(getattr(value, name)) for name in names if not name.startswith("_"))
     return True
 
 
 def _encode_npy(results: Sequence[Any] | np.ndarray, failures: Failures, size: int) -> Encoded:
-    if isinstance(results, np.ndarray) and results.dtype.kind in "biuf" and not failures:
-        rows = np.ascontiguousarray(results)
-        length = rows.nbytes // size if size else 0
-        return Encoded(rows.tobytes(), [length] * size, [(rows.dtype.str, rows.shape[1:])])
+    if isinstance(results, np.ndarray) and _is_row(results.dtype) and not failures:
+        length = results.nbytes // size if size else 0
+        return Encoded(results.tobytes(), [length] * size, [(results.dtype.str, results.shape[1:])])
     parts: list[bytes] = []
     forms: list[RowForm] = []
     for i in range(size):
@@ -335,10 +352,20 @@ def _encode_npy(results: Sequence[Any] | np.ndarray, failures: Failures, size: i
 
 
 def _row(result: Any) -> np.ndarray:
+    what = f"a result of type {type(result).__name__} is no npy row"
     try:
-        row = np.asarray(_plain(result) if isinstance(result, torch.Tensor) else result)
-    except (TypeError, ValueError) as error:
-        raise NotAcceptable(f"a result of type {type(result).__name__} is no npy row: {error}") from error
-    if row.dtype.kind not in "biuf":
-        raise NotAcceptable(f"a result of type {type(result).__name__} is no npy row; ask for application/json")
+        row = array(result) if isinstance(result, torch.Tensor) else np.asarray(result)
+    except Exception as error:  # whatever a user's type brings about
+        raise NotAcceptable(f"{what}: {said(error, kind=False)}") from error
+    if not _is_row(row.dtype):
+        raise NotAcceptable(f"{what}; ask for application/json")
     return row
+
+
+def _is_row(dtype: np.dtype) -> bool:
+    return dtype.kind in "biuf" and not _is_wide(dtype)
+
+
+def _is_wide(dtype: np.dtype) -> bool:
+    """long double: its bytes mean another number on another machine, and JSON readers have no such numbers."""
+    return dtype.kind == "f" and dtype.itemsize > 8

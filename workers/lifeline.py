@@ -214,13 +214,11 @@ class Lifeline:
         return self._released or (self._epoch_dir / f"released-{peer.rank}").exists()
 
     def _report(self, kind: str, text: str) -> None:
-        report = self._epoch_dir / f"failed-{self.rank}.json"
-        draft = report.with_suffix(f".{threading.get_ident()}")
-        with suppress(OSError):  # a full disk must not keep the group alive
-            draft.write_text(json.dumps({"rank": self.rank, "kind": kind, "text": text, "at": time.time_ns()}))
-            with suppress(FileExistsError):  # the first word stays
-                os.link(draft, report)  # whole or not at all: a peer may kill this rank half-way
-            draft.unlink()
+        # In one write, for torchrun may end this rank any moment. The first word stays; a full disk keeps nobody alive.
+        line = json.dumps({"rank": self.rank, "kind": kind, "text": text, "at": time.time_ns()}).encode()
+        with suppress(OSError):
+            report = os.open(self._epoch_dir / f"failed-{self.rank}.json", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            os.write(report, line)
 
     def _signal_peers(self, number: signal.Signals) -> None:
         for pidfd in self._peers:

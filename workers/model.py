@@ -189,8 +189,8 @@ def _signature(predict: Callable[..., Any]) -> _Signature:
 def said(error: BaseException, kind: bool = True) -> str:
     """What an exception of a user's code says, on one line that every message can carry; never raises."""
     try:
-        text = " ".join(str(error).split())
+        text = " ".join(str(error)[:MAX_SAID].split())
     except Exception:  # its own text raises
         text = ""
-    text = text[:MAX_SAID].encode(errors="replace").decode()  # lone surrogates would fit in no message
+    text = text.encode(errors="replace").decode()  # lone surrogates would fit in no message
     return f"{type(error).__name__}: {text}" if kind and text else text or type(error).__name__

@@ -10,105 +10,23 @@ import time
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 import zmq
-import zmq.utils.monitor
 
 from workers import items, model, wire
 from workers.collect import Collector, Part
 from workers.errors import GroupError, InternalError, ModelLoadError
 from workers.forward import Forward
 from workers.lifeline import Lifeline, Member, die_with_parent
-from workers.wire import (
-    Buffer,
-    Failure,
-    Form,
-    Goodbye,
-    Hello,
-    Leaving,
-    ModelInfo,
-    RankStats,
-    Result,
-    RowForm,
-    Shard,
-    Step,
-)
+from workers.parts import Done, result
+from workers.queue import Queue
+from workers.wire import Buffer, Form, Goodbye, Hello, ModelInfo, Result, Shard, Step
 
 log = logging.getLogger("workers")
 
-POLL_MS = 100  # between two looks for the `leave` file
-GOODBYE_SECONDS = 2.0  # for a front end to answer Leaving
 WARMUP_FACTOR = 4  # the first step of a device compiles and allocates: it may take longer than a step
-
-
-class Done(NamedTuple):
-    """What one rank puts into the collect."""
-
-    frame: Buffer
-    lengths: list[int]
-    failures: list[tuple[int, str, str]]
-    rows: list[RowForm]
-    stats: tuple[int, int, float, int]
-
-
-class Queue:
-    """Rank 0's end of the local queue: says HELLO on every connect, hands out steps, sends results."""
-
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, hello: Hello, leave: Path) -> None:
-        self._hello = hello
-        self._leave = leave
-        self._leaving_until = 0.0
-        self._connected = False
-        self._socket = context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.IDENTITY, f"{hello.group}/{hello.epoch}".encode())
-        self._socket.set_hwm(wire.HIGH_WATER_MARK)
-        self._socket.setsockopt(zmq.LINGER, 1000)
-        self._socket.setsockopt(zmq.RECONNECT_IVL, 20)
-        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 200)
-        self._socket.setsockopt(zmq.HEARTBEAT_IVL, wire.HEARTBEAT_MS)
-        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, wire.HEARTBEAT_TIMEOUT_MS)
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
-        self._socket.connect(address)
-
-    def next(self) -> tuple[Step, list[Buffer]] | None:
-        """The next step and its payload frames; None when the group has been asked to leave and holds no more."""
-        while not self._has_left():
-            if self._monitor.poll(0):
-                self._greet()
-            if not self._socket.poll(POLL_MS):
-                continue
-            message, payload = wire.decode([frame.buffer for frame in self._socket.recv_multipart(copy=False)])
-            if isinstance(message, Step) and message.epoch == self._hello.epoch:
-                return message, payload
-            if isinstance(message, Goodbye):
-                return None
-        return None
-
-    def send(self, message: wire.Message, payload: Sequence[Buffer] = ()) -> None:
-        """Never waits: only a front end that is gone leaves the socket full, and it needs no answer."""
-        try:
-            self._socket.send_multipart(wire.encode(message, payload), zmq.NOBLOCK, copy=False)
-        except zmq.Again:
-            log.warning("no front end takes a %s", type(message).__name__)
-
-    def _greet(self) -> None:
-        event = zmq.utils.monitor.recv_monitor_message(self._monitor)["event"]
-        self._connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
-        if self._connected:
-            self.send(self._hello)
-
-    def _has_left(self) -> bool:
-        if self._leaving_until:
-            return time.monotonic() > self._leaving_until
-        if self._leave.exists():
-            if not self._connected:
-                return True
-            self._leaving_until = time.monotonic() + GOODBYE_SECONDS
-            self.send(Leaving(self._hello.epoch))
-        return False
 
 
 class Rank:
@@ -144,7 +62,8 @@ class Rank:
     def _meet(self) -> None:
         """Publish who we are and watch the others: from here on a death anywhere is everyone's."""
         self.store = dist.FileStore(  # type: ignore[attr-defined]
-            str(self.epoch_dir / "store"), self.world)
+            str(self.epoch_dir / "store"), self.world
+        )
         self.store.set_timeout(timedelta(seconds=self.flags.start_timeout))
         self.store.set(f"member/{self.rank}", Member.here(self.rank).to_json())
         self.members = [Member.from_json(self.store.get(f"member/{r}").decode()) for r in range(self.world)]
@@ -228,7 +147,7 @@ class Rank:
         return isinstance(message, Shard)
 
     def _run_step(self, step: Step, payload: list[Buffer]) -> tuple[Result, list[Buffer]]:
-        """Rank 0's part of a step. Up to the last shard sent, nothing of it has happened; after it, all ranks run it."""
+        """Rank 0's part of a step. Until the last shard is sent nothing has happened; after it, all ranks run it."""
         self.step += 1
         sizes = [int(self.model.has_example)] * self.world if step.canary else [len(one) for one in step.lengths]
         size, start = sum(sizes), 0
@@ -243,10 +162,10 @@ class Rank:
             outbox.send_multipart(wire.encode(shards[r], [b"" if step.canary else payload[r]]), copy=False)
         parts, seconds = self._work(shards[0], b"" if step.canary else payload[0])
         assert parts is not None
-        return _result(step, parts, seconds)
+        return result(step, parts, seconds)
 
     def _work(self, shard: Shard, frame: Buffer) -> tuple[list[Part] | None, float]:
-        """This rank's shard through the model and the collect; every rank that has a shard comes to the collect once."""
+        """This rank's shard through the model and the collect, to which every rank comes once a step."""
         self.lifeline.begin(shard.timeout, f"step {shard.step}")
         done = self._forward(shard, frame)
         started = time.perf_counter()
@@ -328,34 +247,6 @@ class Rank:
         failures: items.Failures = {}
         encoded = items.encode([self.model.example], failures, 1, "json")
         return encoded.frame if self.model.has_example and not failures else None
-
-
-def _result(step: Step, parts: list[Part], collect_seconds: float) -> tuple[Result, list[Buffer]]:
-    """The ranks' parts as one message. A part that did not come through is an error for each of its items."""
-    lengths: list[list[int]] = []
-    failures: list[Failure] = []
-    rows: list[list[RowForm]] = []
-    stats: list[RankStats] = []
-    frames: list[Buffer] = []
-    for part in parts:
-        if part.error is not None:
-            broken = dict.fromkeys(range(part.items), InternalError(part.error))
-            encoded = items.encode([], dict(broken), part.items, step.form.returns)
-            done = Done(
-                encoded.frame,
-                encoded.lengths,
-                [(i, InternalError.type, part.error) for i in broken],
-                encoded.rows,
-                (len(stats), part.items, 0.0, 0),
-            )
-        else:
-            done = part.value  # type: ignore[assignment]  # what _forward of that rank made
-        lengths.append(done.lengths)
-        failures += [Failure(part.start + i, kind, detail) for i, kind, detail in done.failures]
-        rows.append(done.rows)
-        stats.append(RankStats(*done.stats))
-        frames.append(done.frame)
-    return Result(step.session, step.epoch, step.step, lengths, failures, rows, stats, collect_seconds), frames
 
 
 def _device(wanted: str, local_rank: int, local_world: int) -> torch.device:

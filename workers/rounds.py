@@ -20,73 +20,87 @@ Places = Sequence[range]
 """Where each segment of one rank lies in that rank's receive buffer."""
 
 # torch 2.13 renamed it, and warns at each call by the old name
-_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def all_gather(everything: torch.Tensor, mine: torch.Tensor) -> None:
-    """Every rank's `mine`, one after the other in `everything`: sizes equal on all ranks."""
-    _gather(everything, mine)
+class Transport(Protocol):
+    """What a collect needs of a process group. Raises what the group raises: it is dead then.
 
-
-class Mover(Protocol):
-    """The second round: the segments of every rank but rank 0 to rank 0.
-
-    `sending` are this rank's segments, `places` those of all ranks, the same on every rank. Rank 0 gets a receive
-    buffer per rank (empty where nothing was sent, as for itself), the others nothing. `kind` is what all ranks must
-    have in common. Raises what the process group raises: it is dead then.
+    `kind` is what the transports of all ranks must have in common.
     """
 
+    rank: int
+    world: int
     kind: int
 
-    def __call__(self, rank: int, sending: Sequence[Array], places: Sequence[Places]) -> list[memoryview]: ...
+    def first(self, frames: torch.Tensor, frame: torch.Tensor) -> None:
+        """Every rank's `frame` on every rank, one after the other in `frames`: sizes equal on all ranks."""
+
+    def second(self, sending: Sequence[Array], places: Sequence[Places]) -> list[memoryview]:
+        """The segments of every rank but rank 0, to rank 0.
+
+        `sending` are this rank's, `places` those of all ranks, the same on every rank. Rank 0 gets a receive buffer
+        a rank (empty where nothing was sent, as for itself), the others nothing.
+        """
 
 
-class Exact:
-    """On gloo: each segment straight from where it lies to where it belongs, at its exact size."""
+class Gloo:
+    """The default group's CPU side, or this process alone: in the second round each segment goes straight from where
+    it lies to where it belongs, at its exact size, which costs a fraction of what gloo's all_gather of it would."""
 
     kind = 0
 
     def __init__(self) -> None:
+        grouped = dist.is_available() and dist.is_initialized()
+        self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
         self._pool = Pool(KEEP, lambda n: np.empty(n, np.uint8))
 
-    def __call__(self, rank: int, sending: Sequence[Array], places: Sequence[Places]) -> list[memoryview]:
-        if rank:
+    def first(self, frames: torch.Tensor, frame: torch.Tensor) -> None:
+        if self.world > 1:
+            _all_gather(frames, frame)
+        else:
+            frames.copy_(frame)
+
+    def second(self, sending: Sequence[Array], places: Sequence[Places]) -> list[memoryview]:
+        if self.rank:
             _wait([dist.isend(_tensor(segment), 0) for segment in sending])
             return []
         buffers = [self._pool.take(extent(p)) for p in places]
         wholes = [torch.from_numpy(np.asarray(b)) for b in buffers]
-        _wait([dist.irecv(wholes[r][p.start : p.stop], r) for r in range(1, len(places)) for p in places[r]])
+        _wait([dist.irecv(wholes[r][p.start : p.stop], r) for r in range(1, self.world) for p in places[r]])
         return buffers
 
 
-class Staged:
-    """On NCCL: all_gathers of equal chunks, through pinned memory and a stream of its own.
+class Nccl(Gloo):
+    """The first round as on gloo, so that small results never touch the device; the second over NCCL, in all_gathers
+    of equal chunks through pinned memory and a stream of its own.
 
     Every buffer of the device is made here, so that nothing is allocated on it in a step. Only host memory is sent,
-    so the stream need not wait for the model's: whoever encoded a tensor of the device has waited already.
+    so the stream need not wait for the model's: whoever encoded a tensor of the device has waited for it already.
     """
 
     kind = 1
 
-    def __init__(self, device: torch.device, world: int, chunk: int = CHUNK) -> None:
+    def __init__(self, device: torch.device, chunk: int = CHUNK) -> None:
+        super().__init__()
         self._cuda = device.type == "cuda"  # without it, the same steps on the CPU, for tests
         self._chunk = chunk
         self._stream = torch.cuda.Stream(device) if self._cuda else None  # type: ignore[no-untyped-call]
         self._slots = [torch.empty(chunk, dtype=torch.uint8, pin_memory=self._cuda) for _ in range(2)]
         self._copied = [torch.cuda.Event() for _ in self._slots if self._cuda]  # type: ignore[no-untyped-call]
         self._mine = torch.empty(chunk, dtype=torch.uint8, device=device)
-        self._all = torch.empty(chunk * world, dtype=torch.uint8, device=device)
+        self._all = torch.empty(chunk * self.world, dtype=torch.uint8, device=device)
         self._pool = Pool(KEEP, self._pinned)
 
-    def __call__(self, rank: int, sending: Sequence[Array], places: Sequence[Places]) -> list[memoryview]:
-        buffers = [self._pool.take(extent(p)) for p in places] if rank == 0 else []
+    def second(self, sending: Sequence[Array], places: Sequence[Places]) -> list[memoryview]:
+        buffers = [] if self.rank else [self._pool.take(extent(p)) for p in places]
         wholes = [torch.from_numpy(np.asarray(b)) for b in buffers]
         largest = max(map(extent, places))
         with torch.cuda.stream(self._stream):
             for k, at in enumerate(range(0, largest, self._chunk)):
                 n = min(self._chunk, largest - at)
-                self._fill(k % 2, sending, places[rank], range(at, at + n))
-                all_gather(self._all[: n * len(places)], self._mine[:n])
+                self._fill(k % 2, sending, places[self.rank], range(at, at + n))
+                _all_gather(self._all[: n * self.world], self._mine[:n])
                 for r, whole in enumerate(wholes):
                     target = whole[at : at + n]
                     target.copy_(self._all[r * n : r * n + len(target)], non_blocking=True)
@@ -111,6 +125,14 @@ class Staged:
     def _pinned(self, n: int) -> Array:
         array: Array = torch.empty(n, dtype=torch.uint8, pin_memory=self._cuda).numpy()
         return array
+
+
+def transport_for(device: torch.device | None) -> Transport:
+    """What the default group has for results that come from `device`; the same kind on all ranks."""
+    if device is not None and device.type == "cuda" and dist.is_available() and dist.is_initialized():
+        if "cuda:nccl" in dist.get_backend_config():
+            return Nccl(device)
+    return Gloo()
 
 
 class Pool:

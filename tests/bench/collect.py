@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 
 from workers.collect import Collector, Part, shares
-from workers.rounds import all_gather
 
 KB, MB = 1 << 10, 1 << 20
+all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 ITEMS = 64  # a rank's share of a step; a dict is small, so there are as many as fill the bytes
 TARGETS = {  # of 2 ranks, against all_gather_object
     "dicts of floats": {KB: 2.5, 16 * KB: 2.5, 256 * KB: 2.5, 4 * MB: 2.5, 64 * MB: 2.0},
@@ -159,7 +159,10 @@ def main() -> None:
     share = shares(ITEMS * world, world)[rank]
     if rank == 0:
         print(f"{world} ranks, torch {torch.__version__}; ms on rank 0; x = times as long as ours", flush=True)
-        print(f"{'kind':16} {'bytes':>8} {'ours':>9} | {'all_gather':>11} {'target':>7} {'gather':>8} {'repaired':>8} |", end="")
+        print(
+            f"{'kind':16} {'bytes':>8} {'ours':>9} | {'all_gather':>11} {'target':>7} {'gather':>8} {'repaired':>8} |",
+            end="",
+        )
         print(f" {'ours / all_gather':>18} {'ours / send':>12}")
         print(f"{'':16} {'a rank':>8} {'ms':>9} | {'_object x':>11} {'x':>7} {'_object x':>8}{'seed x':>8}  |", end="")
         print(f" {'of bare bytes':>18} {'of bare bytes':>12}", flush=True)
@@ -173,7 +176,9 @@ def main() -> None:
             def of(method: Callable[..., Any], value: Any = value) -> Callable[[], Any]:
                 return lambda: method(value, share.start, len(share))
 
-            calls = {name: of(getattr(methods, name)) for name in ("ours", "all_gather_object", "gather_object", "seed")}
+            calls = {
+                name: of(getattr(methods, name)) for name in ("ours", "all_gather_object", "gather_object", "seed")
+            }
             calls["bare_all_gather"] = lambda n=n: methods.bare_all_gather(n)
             calls["bare_send"] = lambda n=n: methods.bare_send(n)
             ms = {name: 1e3 * s for name, s in median(calls, flags.seconds, 300).items()}
@@ -181,7 +186,9 @@ def main() -> None:
                 ours = ms["ours"]
                 x = [ms[name] / ours for name in ("all_gather_object", "gather_object", "seed")]
                 wanted = "" if target is None else f"{target:.1f}{' ' if x[0] >= target else '!'}"
-                print(f"{kind:16} {human(n):>8} {ours:9.3f} | {x[0]:11.1f} {wanted:>7} {x[1]:8.1f} {x[2]:8.1f} |", end="")
+                print(
+                    f"{kind:16} {human(n):>8} {ours:9.3f} | {x[0]:11.1f} {wanted:>7} {x[1]:8.1f} {x[2]:8.1f} |", end=""
+                )
                 print(f" {ours / ms['bare_all_gather']:18.2f} {ours / ms['bare_send']:12.2f}", flush=True)
             del value, calls
     dist.destroy_process_group()

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 
+GRACE = 0.5  # seconds in which ranks may fell one another and say why; torchrun gives them between none and 0.1
 TIMEOUT = 30  # seconds that a rank has after SIGTERM, as in torchrun
 
 
@@ -21,6 +22,9 @@ def main() -> int:
         time.sleep(0.01)
     if not any(rank.poll() for rank in ranks):
         return 0
+    patience = time.monotonic() + GRACE
+    while any(rank.poll() is None for rank in ranks) and time.monotonic() < patience:
+        time.sleep(0.01)
     for rank in ranks:
         rank.send_signal(signal.SIGTERM)
     for rank in ranks:

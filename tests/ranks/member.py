@@ -2,16 +2,19 @@
 
 import ctypes
 import os
+import signal
 import sys
 import time
 from pathlib import Path
 
 from workers.lifeline import Lifeline, Member
 
+libc = ctypes.PyDLL(None)  # keeps the GIL over its calls
 
-def hold_the_gil(seconds: float = 600.0) -> None:
+
+def hold_the_gil() -> None:
     print("holding", flush=True)
-    ctypes.PyDLL(None).usleep(int(seconds * 1e6))  # PyDLL keeps the GIL over the call
+    libc.sleep(600)
 
 
 def main() -> None:
@@ -37,9 +40,9 @@ def main() -> None:
                 hold_the_gil()
             case ["exit", code]:
                 os._exit(int(code))
-            case ["break", text]:  # what a broken connection to a peer does, before the watching thread comes to run
+            case ["break", peer, text]:  # the connection, by the peer's death, before the watching thread comes to run
                 sys.setswitchinterval(60)
-                hold_the_gil(0.3)
+                libc.kill(int(peer), signal.SIGKILL)
                 line.fell("collective", text)
             case ["fell", kind, text]:
                 line.fell(kind, text)

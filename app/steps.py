@@ -1,0 +1,123 @@
+"""A batch as the frames of a step, and a step's results dealt back to its requests; it knows no socket and no group."""
+
+from __future__ import annotations
+
+import asyncio
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from app import codecs
+from app.batcher import Batch, Job, Piece
+from app.codecs import Cut, Span
+from workers import wire
+from workers.errors import InternalError, PhalanxError, RequestError, by_type
+from workers.wire import Buffer, Form, Result
+
+Failures = dict[int, PhalanxError]
+
+
+@dataclass(eq=False)
+class Request(Job):
+    """One admitted request: its items, and the results as they come in."""
+
+    cut: Cut = field(kw_only=True)
+    id: str = field(kw_only=True)
+    future: asyncio.Future[None] = field(kw_only=True)
+    timer: asyncio.TimerHandle | None = None
+    answered: int = 0
+    spans: list[Span] = field(default_factory=list)
+    failures: Failures = field(default_factory=dict)
+    started: float = 0.0  # when its first items went into a step
+    forward: float = 0.0  # seconds, of the slowest rank of each step
+    collect: float = 0.0  # seconds
+
+    def settle(self, span: Span, failures: Failures) -> None:
+        """Take in results; the future is done with the last of them."""
+        self.spans.append(span)
+        self.failures.update(failures)
+        self.answered += len(span.lengths)
+        if self.answered == self.size:
+            self.spans.sort(key=lambda one: one.start)
+            self.end(next((error for error in self.failures.values() if isinstance(error, RequestError)), None))
+
+    def end(self, error: PhalanxError | None = None) -> None:
+        """Answer it, if nobody has yet: with its results, or with `error`."""
+        if self.timer is not None:
+            self.timer.cancel()
+        self.live = False
+        if not self.future.done():
+            if error is None:
+                self.future.set_result(None)
+            else:
+                self.future.set_exception(error)
+
+
+def request(piece: Piece) -> Request:
+    assert isinstance(piece.job, Request)
+    return piece.job
+
+
+def requests(batch: Batch) -> list[Request]:
+    """Those with items in the batch, each once."""
+    return list({id(piece.job): request(piece) for piece in batch.pieces}.values())
+
+
+def shards(batch: Batch, world: int) -> tuple[Form, list[list[int]], list[Buffer]]:
+    """A batch as one payload frame a rank, with the lengths of the items in it."""
+    form = request(batch.pieces[0]).cut.form
+    lengths: list[list[int]] = []
+    payload: list[Buffer] = []
+    pieces = iter(batch.pieces)
+    job, start, stop = next(pieces)
+    for share in wire.shares(batch.size, world):
+        parts: list[tuple[codecs.Items, int, int]] = []
+        wanted = len(share)
+        while wanted:
+            if start == stop:
+                job, start, stop = next(pieces)
+            count = min(wanted, stop - start)
+            assert isinstance(job, Request)
+            parts.append((job.cut.items, start, start + count))
+            start += count
+            wanted -= count
+        frame, sizes = codecs.frame(parts, form.accepts)
+        payload.append(frame)
+        lengths.append(sizes)
+    return form, lengths, payload
+
+
+def deal(batch: Batch, result: Result, payload: Sequence[Buffer], world: int) -> None:
+    """Each piece its results: the slices of the ranks' frames that hold its items.
+
+    An answer that does not fit the step is an InternalError for all of them: never somebody else's results.
+    """
+    counts = [len(lengths) for lengths in result.lengths]
+    if counts != [len(share) for share in wire.shares(batch.size, world)] or len(payload) != world:
+        fail(batch.pieces, InternalError(f"the group answered {counts} items for a step of {batch.size}"))
+        return
+    returns = request(batch.pieces[0]).cut.form.returns
+    failures: Failures = {one.index: by_type(one.type)(one.detail) for one in result.failures}
+    starts = [share.start for share in wire.shares(batch.size, world)]
+    places = [wire.offsets(lengths, returns) for lengths in result.lengths]
+    first = 0  # item of the step
+    for piece in batch.pieces:
+        at = piece.start  # item of the request
+        while at < piece.stop:
+            rank = bisect_right(starts, first) - 1
+            low = first - starts[rank]
+            high = min(low + piece.stop - at, counts[rank])
+            lengths = result.lengths[rank][low:high]
+            frame = memoryview(payload[rank])[places[rank][low] : places[rank][high - 1] + lengths[-1]]
+            rows = result.rows[rank] if len(result.rows[rank]) == 1 else result.rows[rank][low:high]
+            failed = {at + i: failures[first + i] for i in range(high - low) if first + i in failures}
+            request(piece).settle(Span(at, lengths, frame, rows), failed)
+            first += high - low
+            at += high - low
+
+
+def fail(pieces: Sequence[Piece], error: PhalanxError) -> None:
+    """`error` for each of their items."""
+    for piece in pieces:
+        span = codecs.null_span(piece.start, piece.size, request(piece).cut.form.returns)
+        request(piece).settle(span, dict.fromkeys(range(piece.start, piece.stop), error))

@@ -1,0 +1,91 @@
+"""The README is true: its commands, its examples, its settings table and its figures."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from app import settings
+from tests.service import ROOT, Service, serving
+
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README, re.DOTALL)
+
+
+def python_block(start: str) -> str:
+    [block] = [text for language, text in BLOCKS if language == "python" and text.startswith(start)]
+    return block
+
+
+def shape(text: str) -> re.Pattern[str]:
+    """What a printed line looks like: … stands for anything."""
+    return re.compile(re.escape(text).replace("…", ".*"))
+
+
+def test_the_two_commands_stand_before_line_30() -> None:
+    head = "\n".join(README.splitlines()[:30])
+    assert "$ make serve\n" in head
+    assert "$ make test\n" in head
+    for target in ("serve", "test", "test-long", "check", "bench"):
+        assert f"\n{target}:" in (ROOT / "Makefile").read_text()
+
+
+def test_the_settings_table_is_the_one_that_the_code_makes() -> None:
+    table = README.split("<!-- settings -->\n")[1].split("<!-- /settings -->")[0]
+    assert table == settings.table(), "python -c 'from app.settings import table; print(table(), end=str())'"
+
+
+def test_the_first_curl_prints_what_the_readme_says(digits: Service) -> None:
+    [command] = [line[2:] for line in README.splitlines() if line.startswith("$ curl") and "digits-samples" in line]
+    done = subprocess.run(
+        command.replace(":8000", f":{digits.port}"), shell=True, capture_output=True, text=True, timeout=30, cwd=ROOT
+    )
+    [printed] = [line for line in README.splitlines() if line.startswith('{"id":"…","outputs":[{"digit"')]
+    assert shape(printed).fullmatch(done.stdout), done.stdout
+
+
+def test_the_sentiment_model_checks_as_the_readme_says(tmp_path: Path) -> None:
+    (tmp_path / "sentiment.py").write_text(python_block("# sentiment.py"))
+    [block] = [text for language, text in BLOCKS if language == "console" and "phalanx check" in text]
+    command, *printed = block.splitlines()[:4]
+    phalanx = Path(sys.executable).with_name("phalanx")
+    arguments = [phalanx, *shlex.split(command)[2:], "--ranks", "2", "--device", "cpu"]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines() == printed
+
+
+def test_the_tensor_model_answers_as_the_readme_says(tmp_path: Path) -> None:
+    (tmp_path / "scale.py").write_text(python_block("# scale.py"))
+    [block] = [text for language, text in BLOCKS if language == "console" and "scale.py:Scale" in text]
+    command = block.split("$ ")[2].rsplit("\n{", 1)[0]
+    printed = block.splitlines()[-1]
+    with serving("scale.py:Scale", ranks=2, cwd=tmp_path) as service:
+        here = command.replace(":8000", f":{service.port}")
+        done = subprocess.run(here, shell=True, capture_output=True, text=True, timeout=30)
+        assert shape(printed).fullmatch(done.stdout), done.stdout
+        code = python_block("import io, httpx").replace(":8000", f":{service.port}")
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+        assert done.stdout == "(4, 3)\n", done.stderr
+
+
+def test_every_status_of_the_openapi_is_in_the_table(digits: Service) -> None:
+    schema = digits.client.get("/openapi.json").json()
+    for status in schema["paths"]["/infer"]["post"]["responses"]:
+        assert re.search(rf"^\|.*\b{status}\b.*\|", README, re.MULTILINE), status
+
+
+def test_every_path_of_the_openapi_is_in_the_table(digits: Service) -> None:
+    for path in digits.client.get("/openapi.json").json()["paths"]:
+        assert f"`GET {path}`" in README or path == "/infer"
+
+
+@pytest.mark.parametrize("name", ["digits-samples.json", "digits-labels.json"])
+def test_files_that_the_readme_names_exist(name: str) -> None:
+    assert json.loads((ROOT / "workers" / "models" / name).read_text())

@@ -1,0 +1,76 @@
+"""Rank 0's end of the local queue: a DEALER that finds the front end again and again; it knows no model and no peer."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import zmq
+import zmq.utils.monitor
+
+from workers import wire
+from workers.wire import Buffer, Goodbye, Hello, Leaving, Step
+
+log = logging.getLogger("workers")
+
+POLL_MS = 100  # between two looks for the `leave` file
+GOODBYE_SECONDS = 2.0  # for a front end to answer Leaving
+
+
+class Queue:
+    """Rank 0's end of the local queue: says HELLO on every connect, hands out steps, sends results."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, hello: Hello, leave: Path) -> None:
+        self._hello = hello
+        self._leave = leave
+        self._leaving_until = 0.0
+        self._connected = False
+        self._socket = context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.IDENTITY, f"{hello.group}/{hello.epoch}".encode())
+        self._socket.set_hwm(wire.HIGH_WATER_MARK)
+        self._socket.setsockopt(zmq.LINGER, 1000)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, 20)
+        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 200)
+        self._socket.setsockopt(zmq.HEARTBEAT_IVL, wire.HEARTBEAT_MS)
+        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, wire.HEARTBEAT_TIMEOUT_MS)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        self._socket.connect(address)
+
+    def next(self) -> tuple[Step, list[Buffer]] | None:
+        """The next step and its payload frames; None when the group has been asked to leave and holds no more."""
+        while not self._has_left():
+            if self._monitor.poll(0):
+                self._greet()
+            if not self._socket.poll(POLL_MS):
+                continue
+            message, payload = wire.decode([frame.buffer for frame in self._socket.recv_multipart(copy=False)])
+            if isinstance(message, Step) and message.epoch == self._hello.epoch:
+                return message, payload
+            if isinstance(message, Goodbye):
+                return None
+        return None
+
+    def send(self, message: wire.Message, payload: Sequence[Buffer] = ()) -> None:
+        """Never waits: only a front end that is gone leaves the socket full, and it needs no answer."""
+        try:
+            self._socket.send_multipart(wire.encode(message, payload), zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            log.warning("no front end takes a %s", type(message).__name__)
+
+    def _greet(self) -> None:
+        event = zmq.utils.monitor.recv_monitor_message(self._monitor)["event"]
+        self._connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+        if self._connected:
+            self.send(self._hello)
+
+    def _has_left(self) -> bool:
+        if self._leaving_until:
+            return time.monotonic() > self._leaving_until
+        if self._leave.exists():
+            if not self._connected:
+                return True
+            self._leaving_until = time.monotonic() + GOODBYE_SECONDS
+            self.send(Leaving(self._hello.epoch))
+        return False
