@@ -34,6 +34,7 @@ IDLE = 1.0  # seconds after a step at which an idle group gets a canary
 FRESH = 5.0  # seconds for which a step proves that its group is ready
 CANARY_TIMEOUT = 2.0  # seconds, at least
 CANARY_FACTOR = 5  # times the group's own warm-up step
+FENCE_DELAY = 0.5  # seconds
 PROBES = (0.0, 0.02, 0.2)  # seconds after a disconnect: the socket may learn of it later than its monitor
 
 
@@ -71,7 +72,7 @@ class Group:
 
 
 class Dispatcher:
-    """The front end's side of the queue, on one event loop."""
+    """Requests to steps to results, on one event loop."""
 
     def __init__(self, settings: Settings, metrics: Metrics, on_ready: Callable[[Group], None] | None = None) -> None:
         """`on_ready` is called once, with the first group."""
@@ -208,6 +209,8 @@ class Dispatcher:
                 self._batcher.put_back([batch], strike=False)
             if sent is Sent.GONE:
                 self._lost(group, "it cannot be reached")
+            else:
+                self._loop.call_later(TICK, self._feed_soon)
             return False
         now = time.monotonic()
         late = self._loop.call_later(timeout + LATE, self._lost, group, f"step {self._step} did not end")
@@ -321,9 +324,16 @@ class Dispatcher:
             steps.fail([piece], error)
 
     def _fence(self, hello: Hello, why: str) -> None:
-        """Ask the launcher to kill the epoch, whatever state its ranks are in."""
-        with contextlib.suppress(OSError):  # the launcher may have cleared the epoch away already
-            (self._run_dir / "epochs" / f"{hello.group}-{hello.epoch}" / "fenced").write_text(why)
+        """Ask the launcher to kill the epoch, whatever state its ranks are in.
+
+        A little later: ranks that still can end by themselves, and say better why.
+        """
+
+        def write() -> None:
+            with contextlib.suppress(OSError):  # the launcher may have cleared the epoch away already
+                (self._run_dir / "epochs" / f"{hello.group}-{hello.epoch}" / "fenced").write_text(why)
+
+        self._loop.call_later(FENCE_DELAY, write)
 
     def _ids(self, group: Group) -> str:
         ids = (

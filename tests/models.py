@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import os
 import random
+import threading
 import time
 
 import torch
@@ -88,10 +90,29 @@ class Obedient:
                 return [[]]
             case {"do": "big", "bytes": size}:
                 return ["x" * size]
-            case {"do": "exit", "rank": rank, "code": code} if rank in (self.rank, "any"):
+            case {"do": "exit", "code": code}:
                 os._exit(code)
+            case {"do": "once", "path": path, "then": fault}:
+                if not os.path.exists(path):  # noqa: PTH110
+                    open(path, "x").close()
+                    return self._fault(fault, item)
             case {"do": "where"}:
                 return [{"rank": self.rank, "pid": os.getpid(), "marker": os.environ.get("PHALANX_TEST_MARKER")}]
+        return [item]
+
+    def _fault(self, fault, item):
+        match fault:
+            case "exit 0":
+                os._exit(0)
+            case "segfault":
+                ctypes.string_at(0)
+            case "hang":
+                time.sleep(1000)
+            case "hang with the GIL":
+                sum(range(10**13))
+            case "exit from a thread":
+                threading.Thread(target=os._exit, args=(1,)).start()
+                time.sleep(1000)
         return [item]
 
 

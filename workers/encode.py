@@ -159,7 +159,7 @@ def _reduce_tensor(tensor: torch.Tensor) -> Any:
     if tensor.dtype in _NUMPY:
         array = tensor.numpy(force=True)  # detached, on the CPU, conjugation resolved
         return _tensor, (_buffer(array.data), array.dtype, array.shape)
-    flat = tensor.detach().resolve_conj().reshape(-1).view(torch.uint8).numpy(force=True)
+    flat = tensor.detach().resolve_conj().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy(force=True)
     return _cast_tensor, (flat, tensor.dtype, tuple(tensor.shape))
 
 

@@ -209,7 +209,7 @@ def _rows(rows: np.ndarray, spec: TensorSpec | None) -> Decoded:
     if not _fits(rows.shape[1:], spec):
         wrong = f"the item's shape is {list(rows.shape[1:])}; the model takes {spec}"
     elif not np.can_cast(rows.dtype, _numpy(spec.dtype), "same_kind"):
-        wrong = f"the item's dtype is {rows.dtype}; the model takes {spec}"
+        wrong = f"the item's dtype is {rows.dtype.name}; the model takes {spec}"
     if wrong is not None:
         return Decoded([], [], {i: InvalidItem(wrong) for i in everything})
     return _checked(rows, everything, {}, spec)

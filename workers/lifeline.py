@@ -71,9 +71,9 @@ def end_orphans(parent: int) -> bool:
         stat = process_stat(pid)
         if stat is None or int(stat[1]) != os.getpid():
             continue
-        with suppress(OSError):  # gone meanwhile
-            environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            if environment != [b""] and mark not in environment:
+        with suppress(PermissionError, ProcessLookupError, ChildProcessError):
+            environment = process_environment(pid)
+            if environment and mark not in environment:
                 continue  # of another making; one with none is on its way out, perhaps with a device still in its hands
             os.kill(pid, signal.SIGKILL)
             left = os.waitpid(pid, os.WNOHANG)[0] == 0 or left
@@ -239,6 +239,17 @@ def process_stat(pid: int) -> list[str] | None:
     except (FileNotFoundError, ProcessLookupError):
         return None
     return text[text.rindex(")") + 2 :].split()  # the name before it may hold spaces and brackets
+
+
+def process_environment(pid: int) -> list[bytes]:
+    """What the process was started with, as NAME=value; nothing once it has given its memory back.
+
+    Raises PermissionError for a process of another user.
+    """
+    try:
+        return [line for line in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") if line]
+    except (FileNotFoundError, ProcessLookupError):  # newer kernels say so of one that has not yet ended
+        return []
 
 
 def _prctl(option: int, value: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -129,9 +130,9 @@ class Nccl(Gloo):
 
 def transport_for(device: torch.device | None) -> Transport:
     """What the default group has for results that come from `device`; the same kind on all ranks."""
-    if device is not None and device.type == "cuda" and dist.is_available() and dist.is_initialized():
-        if "cuda:nccl" in dist.get_backend_config():
-            return Nccl(device)
+    grouped = dist.is_available() and dist.is_initialized()
+    if grouped and device is not None and device.type == "cuda" and "cuda:nccl" in dist.get_backend_config():
+        return Nccl(device)
     return Gloo()
 
 
@@ -141,7 +142,7 @@ class Pool:
     def __init__(self, keep: int, allocate: Callable[[int], Array]) -> None:
         self._keep = keep
         self._allocate = allocate
-        self._held: list[tuple[Array, weakref.ref[Array]]] = []  # and what is lent of each; the latest last
+        self._held: list[tuple[Array, weakref.ref[Any]]] = []  # and what is lent of each; the latest last
 
     def take(self, n: int) -> memoryview:
         """`n` bytes that nobody looks at, contents undefined."""
@@ -154,11 +155,13 @@ class Pool:
                 break
         else:
             buffer = self._allocate(size)
-        view = buffer[:n]  # every memoryview, array and tensor made of it keeps this very object alive
-        self._held.append((buffer, weakref.ref(view)))
+        # Whatever is made of a memoryview keeps alive the object at its root, and only that: an array of an array
+        # holds on to the innermost one. So the root is made anew for every loan, and is no array.
+        root = (ctypes.c_ubyte * size).from_buffer(buffer.data)
+        self._held.append((buffer, weakref.ref(root)))
         while sum(held.nbytes for held, _ in self._held) > self._keep:
             del self._held[0]  # if it is lent, its views own it now
-        return view.data
+        return memoryview(root).cast("B")[:n]
 
 
 def extent(places: Places) -> int:

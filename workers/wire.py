@@ -1,8 +1,9 @@
 """The messages between the front end and the ranks, and their frames; it opens no socket and looks into no item.
 
-A message is one msgpack frame, followed by payload frames for a `Step` or a `Shard` (one a rank) and a `Result` (one a rank).
-In a payload frame of JSON items the items stand comma-separated, in one of npy rows they stand end to end; `lengths` holds
-the bytes of each item without commas. A failed item of a JSON result stands as `null`, one of an npy result as no bytes.
+A message is one msgpack frame, followed by payload frames: for a `Step` and a `Result` one a rank, for a `Shard` one.
+In a payload frame of JSON items the items stand comma-separated, in one of npy rows they stand end to end; `lengths`
+holds the bytes of each item without commas. A failed item of a JSON result stands as `null`, one of an npy result as
+no bytes.
 """
 
 from __future__ import annotations

@@ -1,19 +1,22 @@
-"""Deaths under load: no request is lost, none is answered wrongly, and nothing is left behind."""
+"""The failure matrix: no request is lost, none is answered wrongly, and nothing is left behind."""
 
 from __future__ import annotations
 
 import concurrent.futures
+import json
 import os
 import random
 import signal
+import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
-from tests.service import Service, alive, descendants, samples, serving, until
+from tests.service import MODELS, Service, alive, descendants, samples, serving, until
 
 
 class Load:
@@ -57,6 +60,13 @@ def parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
 
 
+@pytest.fixture(scope="module")
+def fragile() -> Iterator[Service]:
+    """`tests.models.Obedient` on two ranks, for faults that it survives."""
+    with serving("Obedient", ranks=2, step_timeout=2) as service:
+        yield service
+
+
 @pytest.mark.timeout(240)
 def test_killing_any_rank_or_torchrun_under_load_loses_no_request() -> None:
     with serving("digits", ranks=2) as service:
@@ -81,16 +91,37 @@ def test_killing_any_rank_or_torchrun_under_load_loses_no_request() -> None:
 
 
 def test_an_item_that_kills_its_rank_every_time_fails_alone() -> None:
-    with serving("Obedient", ranks=2) as service, concurrent.futures.ThreadPoolExecutor(4) as pool:
-        poison = {"do": "exit", "rank": "any", "code": 3}
+    with serving("Obedient", ranks=2, request_timeout=200) as service, concurrent.futures.ThreadPoolExecutor(4) as pool:
+        service.client.timeout = 200
+        poison = {"do": "exit", "code": 3}
         answer = pool.submit(service.infer, ["a", poison, "b", "c"])
         until(lambda: service.metric("phalanx_group_deaths_total") >= 1)
         others = [pool.submit(service.outputs, [n]) for n in range(3)]
-        body = answer.result(60).json()
+        body = answer.result(200).json()
         assert body["outputs"] == ["a", None, "b", "c"]
         assert [(error["index"], error["type"]) for error in body["errors"]] == [(1, "poison-item")]
         assert [other.result(60) for other in others] == [[0], [1], [2]]
         assert service.metric("phalanx_group_deaths_total") <= 2 + 2
+
+
+@pytest.mark.parametrize("fault", ["exit 0", "segfault", "hang", "hang with the GIL"])
+def test_a_fault_in_a_step_costs_a_restart_and_no_request(fault: str, tmp_path: Path, fragile: Service) -> None:
+    pids = fragile.pids()
+    items = [*range(6), {"do": "once", "path": str(tmp_path / "struck"), "then": fault}, 7]
+    assert fragile.outputs(items) == items
+    assert not set(pids) & set(fragile.pids())
+    assert not any(map(alive, pids))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_stopped_while_idle_is_noticed_and_replaced(rank: int, fragile: Service) -> None:
+    fragile.wait_ready()
+    pids = fragile.pids()
+    os.kill(pids[rank], signal.SIGSTOP)
+    until(lambda: fragile.client.get("/readyz").status_code == 503, 5, "not ready")
+    assert fragile.client.get("/livez").status_code == 200
+    assert fragile.outputs([1, 2, 3]) == [1, 2, 3]
+    until(lambda: not any(map(alive, pids)), 5, "the old ranks are gone")
 
 
 def test_a_rank_that_hangs_is_felled_at_the_step_deadline_and_its_request_runs_again() -> None:
@@ -166,3 +197,83 @@ def test_the_front_end_restarts_and_the_group_keeps_its_epoch_and_its_model() ->
         if app is not None:
             app.close()
         workers.close()
+
+
+def test_the_front_end_is_killed_while_a_step_runs_and_the_group_lives_on() -> None:
+    workers = Service(f"{MODELS}:Obedient", verb="workers", ranks=2)
+    here = {"port": workers.port, "run_dir": workers.run_dir}
+    app = Service("unused", verb="app", **here).wait_ready()
+    try:
+        pids, epoch = app.pids(), app.group()["epoch"]
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            lost = pool.submit(app.infer, list(range(4)), parameters={"sleep": 1})
+            until(lambda: app.info()["queue"]["items"] == 4)
+            app.process.kill()
+            app.process.wait()
+            assert isinstance(lost.exception(10), httpx.TransportError)
+        app.client.close()
+        app = Service("unused", verb="app", **here).wait_ready()
+        assert app.outputs(["next"]) == ["next"]
+        assert (app.pids(), app.group()["epoch"]) == (pids, epoch)
+    finally:
+        app.stop()
+        app.close()
+        workers.stop()
+        workers.close()
+
+
+def test_sigterm_to_the_workers_alone_finishes_what_they_hold_and_the_rest_waits_for_the_next() -> None:
+    workers = Service(f"{MODELS}:Obedient", verb="workers", ranks=2)
+    here = {"port": workers.port, "run_dir": workers.run_dir}
+    app = Service("unused", verb="app", **here).wait_ready()
+    second = None
+    try:
+        with concurrent.futures.ThreadPoolExecutor(30) as pool:
+            answers = [pool.submit(app.outputs, [n], parameters={"sleep": 0.05 + n / 1000}) for n in range(30)]
+            until(lambda: app.metric("phalanx_steps_total") >= 3)
+            assert workers.stop() == 0
+            until(lambda: app.client.get("/readyz").status_code == 503, 2)
+            assert app.metric("phalanx_requeued_items_total") == 0
+            second = Service(f"{MODELS}:Obedient", verb="workers", ranks=2, **here)
+            assert [answer.result(60) for answer in answers] == [[n] for n in range(30)]
+    finally:
+        app.stop()
+        app.close()
+        for service in filter(None, (workers, second)):
+            service.stop()
+            service.close()
+
+
+def test_what_is_not_done_at_the_end_of_the_drain_gets_503_rather_than_silence() -> None:
+    service = Service(f"{MODELS}:Obedient", ranks=1, drain_timeout=1).wait_ready()
+    try:
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(service.infer, ["slow"], parameters={"sleep": 20})
+            until(lambda: service.info()["queue"]["items"] == 1)
+            service.process.send_signal(signal.SIGTERM)
+            assert answer.result(10).status_code == 503
+            assert answer.result().json()["type"] == "urn:phalanx:error:draining"
+        assert service.process.wait(20) == 0
+        assert not service.run_dir.exists()
+    finally:
+        service.close()
+
+
+def test_clients_that_hang_up_free_their_queued_items(obedient: Service) -> None:
+    before = obedient.metric("phalanx_step_items_sum")
+    body = json.dumps({"inputs": ["hung up"]}).encode()
+    head = b"POST /infer HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        blocker = pool.submit(obedient.outputs, ["blocker"], parameters={"sleep": 1.0})
+        until(lambda: obedient.info()["queue"]["items"] == 1)
+        sockets = [socket.create_connection(("127.0.0.1", obedient.port)) for _ in range(19)]
+        for sock in sockets:
+            sock.sendall(head % len(body) + body)
+        stays = pool.submit(obedient.outputs, ["stays"])
+        until(lambda: obedient.info()["queue"]["items"] == 21)
+        for sock in sockets:
+            sock.close()
+        until(lambda: obedient.info()["queue"]["items"] == 2, 1)
+        assert blocker.result() == ["blocker"]
+        assert stays.result() == ["stays"]
+    assert obedient.metric("phalanx_step_items_sum") - before <= 1 + 1 + 3

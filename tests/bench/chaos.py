@@ -1,0 +1,123 @@
+"""Clients under random faults, seeded: what was answered, what was wrong, what was lost, and how long recovery took.
+
+    python -m tests.bench.chaos [--seconds 600] [--seed 1] [--ranks 2] [--every 5]
+
+Each client POSTs batches of random sizes, some with deadlines, and checks every result. An answer is *wrong* when a
+result is not its item's; a request is *lost* when it gets no answer, or another than 200, or 504 after the deadline
+that it set itself. Meanwhile a fault strikes every few seconds: a rank killed, stopped, or told to exit, or torchrun
+killed. Exit code 1 when anything was wrong or lost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+import httpx
+
+from tests.service import READY_SECONDS, Service, serving, until
+
+CLIENTS = 16
+
+
+class Chaos:
+    """One run."""
+
+    def __init__(self, service: Service, seed: int) -> None:
+        self.service = service
+        self.rng = random.Random(seed)
+        self.counts: Counter[str] = Counter()
+        self.problems: list[str] = []
+        self.recoveries: list[float] = []
+        self.stop = threading.Event()
+        self.clients = [threading.Thread(target=self.client, args=(self.rng.random(),)) for _ in range(CLIENTS)]
+
+    def client(self, seed: float) -> None:
+        rng = random.Random(seed)
+        with httpx.Client(base_url=self.service.client.base_url, timeout=120) as http:
+            while not self.stop.is_set():
+                items = [rng.randrange(10**9) for _ in range(rng.choice([1, 1, 2, 3, 8, 40, 200]))]
+                headers = {"x-request-timeout": str(rng.uniform(0.05, 3))} if rng.random() < 0.2 else {}
+                self.counts["requests"] += 1
+                try:
+                    answer = http.post("/infer", json={"inputs": items}, headers=headers)
+                except httpx.TransportError as error:
+                    self.problem("lost", repr(error))
+                    continue
+                if answer.status_code == 200:
+                    self.counts["answers"] += 1
+                    if answer.json()["outputs"] != items:
+                        self.problem("wrong", answer.text[:200])
+                elif answer.status_code == 504 and headers:
+                    self.counts["late"] += 1
+                else:
+                    self.problem("lost", f"{answer.status_code} {answer.text[:200]}")
+
+    def problem(self, kind: str, text: str) -> None:
+        self.counts[kind] += 1
+        self.problems.append(f"{kind}: {text}")
+
+    def fault(self) -> None:
+        """Strike, and wait until the service is ready on a new epoch."""
+        group = until(self.service.group, READY_SECONDS, "a group")
+        pids = [rank["pid"] for rank in group["ranks"]]
+        kind = self.rng.choice(["kill", "kill", "stop", "torchrun", "terminate"])
+        victim = self.rng.choice(pids)
+        if kind == "torchrun":
+            victim = int(Path(f"/proc/{victim}/stat").read_text().rsplit(")", 1)[1].split()[1])
+        number = {"stop": signal.SIGSTOP, "terminate": signal.SIGTERM}.get(kind, signal.SIGKILL)
+        os.kill(victim, number)
+        started = time.monotonic()
+        self.counts[f"fault {kind}"] += 1
+        until(lambda: (now := self.service.group()) and now["epoch"] > group["epoch"], 120, f"recovery from {kind}")
+        until(self.service.ready, READY_SECONDS, f"ready after {kind}")
+        self.recoveries.append(time.monotonic() - started)
+
+    def run(self, seconds: float, every: float) -> None:
+        end = time.monotonic() + seconds
+        for client in self.clients:
+            client.start()
+        try:
+            while time.monotonic() < end:
+                self.stop.wait(self.rng.uniform(0.2, 2 * every))
+                self.fault()
+        finally:
+            self.stop.set()
+            for client in self.clients:
+                client.join(120)
+
+    def report(self) -> str:
+        faults = ", ".join(f"{count} {kind[6:]}" for kind, count in sorted(self.counts.items()) if "fault" in kind)
+        lines = [
+            f"requests {self.counts['requests']}, answers {self.counts['answers']}, late {self.counts['late']}",
+            f"wrong {self.counts['wrong']}, lost {self.counts['lost']}",
+            f"epochs lost {len(self.recoveries)} ({faults})",
+            f"worst time to recover {max(self.recoveries, default=0):.1f} s",
+        ]
+        return "\n".join([*lines, *self.problems[:20]])
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=600)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--every", type=float, default=5, help="seconds between faults, on average")
+    flags = parser.parse_args(argv)
+    with serving("Obedient", ranks=flags.ranks, step_timeout=2, request_timeout=100, queue_items=100_000) as service:
+        chaos = Chaos(service, flags.seed)
+        chaos.run(flags.seconds, flags.every)
+        print(f"chaos: seed {flags.seed}, {flags.ranks} ranks, {CLIENTS} clients, {flags.seconds:g} s")
+        print(chaos.report())
+    return 1 if chaos.problems or not chaos.counts["answers"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
