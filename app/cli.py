@@ -23,7 +23,7 @@ from workers import launch
 from workers.errors import StartError
 
 if TYPE_CHECKING:
-    from app.dispatcher import Group
+    from app.groups import Group
 
 log = logging.getLogger("app")
 

@@ -11,12 +11,12 @@ import logging
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from app import steps
 from app.batcher import Account, Batch, Batcher
 from app.codecs import Cut
+from app.groups import Flight, Group
 from app.metrics import Metrics
 from app.queue import Queue, Sent
 from app.settings import Settings
@@ -31,44 +31,10 @@ IN_FLIGHT = 2  # steps a group holds: one that runs, one that waits on the ranks
 LATE = 3.0  # seconds over its deadline after which a step's group is given up: the ranks' own backstop takes two
 TICK = 0.25  # seconds between two looks at canaries
 IDLE = 1.0  # seconds after a step at which an idle group gets a canary
-FRESH = 5.0  # seconds for which a step proves that its group is ready
 CANARY_TIMEOUT = 2.0  # seconds, at least
 CANARY_FACTOR = 5  # times the group's own warm-up step
 FENCE_DELAY = 0.5  # seconds
 PROBES = (0.0, 0.02, 0.2)  # seconds after a disconnect: the socket may learn of it later than its monitor
-
-
-@dataclass
-class Flight:
-    """A step that a group holds; without a batch it is a canary."""
-
-    batch: Batch | None
-    late: asyncio.TimerHandle
-    expires: float
-
-    @property
-    def size(self) -> int:
-        return self.batch.size if self.batch else 0
-
-
-@dataclass
-class Group:
-    """A worker group that has said HELLO."""
-
-    identity: bytes
-    hello: Hello
-    flights: dict[int, Flight] = field(default_factory=dict)
-    last_step: float = field(default_factory=time.monotonic)  # its HELLO follows a step through the whole path
-    canary_failure: str | None = None
-    leaving: bool = False
-
-    @property
-    def name(self) -> str:
-        return f"group {self.hello.group} epoch {self.hello.epoch}"
-
-    @property
-    def capacity(self) -> int:
-        return self.hello.world * self.hello.model.max_batch_size
 
 
 class Dispatcher:
@@ -82,7 +48,8 @@ class Dispatcher:
         self.session = secrets.token_hex(8)
         self.groups: dict[str, Group] = {}
         self.draining = False
-        self.last_death = ""
+        self._last_lost: Group | None = None
+        self._refusal = ""  # of a group that speaks another wire version
         self._settings = settings
         self._run_dir: Path = settings.run_directory.absolute()
         self._queue = Queue(self._run_dir, self._handle, self._disconnected)
@@ -130,7 +97,7 @@ class Dispatcher:
             raise Draining("the service takes no new requests")
         if not self.groups and now - self._without_group_since > self._settings.group_wait:
             waited = now - self._without_group_since
-            raise NoGroup(f"no worker group for {waited:.0f} s; the last one: {self.last_death or 'none yet'}")
+            raise NoGroup(f"no worker group for {waited:.0f} s; the last one: {self.last_death() or 'none yet'}")
         request = Request(cut.form, len(cut.items), deadline, cut=cut, id=request_id, future=self._loop.create_future())
         if not request.size:
             request.end()
@@ -152,16 +119,18 @@ class Dispatcher:
         if self.draining:
             return "draining"
         if not self.groups:
-            return "no worker group" + (f"; the last one: {self.last_death}" if self.last_death else " yet")
-        for group in self.groups.values():
-            running = any(now < flight.expires for flight in group.flights.values())
-            if group.leaving:
-                return f"{group.name} is leaving"
-            if group.canary_failure:
-                return f"{group.name}: its example fails: {group.canary_failure}"
-            if now - group.last_step >= FRESH and not running:
-                return f"{group.name} has ended no step for {now - group.last_step:.1f} s"
-        return None
+            last = self._refusal or self.last_death()
+            return "no worker group" + (f"; the last one: {last}" if last else " yet")
+        return next(filter(None, (group.unreadiness(now) for group in self.groups.values())), None)
+
+    def last_death(self) -> str:
+        """Why the last group that ended did, in its ranks' own words where the launcher has kept them; "" for none."""
+        if self._last_lost is None:
+            return ""
+        hello = self._last_lost.hello
+        with contextlib.suppress(OSError):
+            return (self._run_dir / "post-mortem" / f"{hello.group}-{hello.epoch}.txt").read_text().partition("\n")[0]
+        return f"{self._last_lost.name}: {self._last_lost.ended_by}"
 
     def waiting(self) -> int:
         """Items that are in no step yet."""
@@ -245,8 +214,8 @@ class Dispatcher:
 
     def _greeted(self, identity: bytes, hello: Hello, group: Group | None) -> None:
         if hello.wire != wire.WIRE:
-            self.last_death = f"group {hello.group} speaks wire version {hello.wire}, this front end {wire.WIRE}"
-            log.error("refused: %s", self.last_death)
+            self._refusal = f"group {hello.group} speaks wire version {hello.wire}, this front end {wire.WIRE}"
+            log.error("refused: %s", self._refusal)
             return
         if identity in self._refused:
             self._fence(hello, "its epoch was given up")
@@ -259,6 +228,7 @@ class Dispatcher:
             if (old := self.groups.get(hello.group)) is not None:
                 self._lost(old, f"superseded by epoch {hello.epoch}")
             self.groups[hello.group] = Group(identity, hello)
+            self._refusal = ""
             self.metrics.epochs.inc()
             log.info("group %s epoch %d: %d ranks of %s", hello.group, hello.epoch, hello.world, hello.model.name)
             if self._on_ready is not None:
@@ -301,13 +271,17 @@ class Dispatcher:
         del self.groups[group.hello.group]
         self._refused.add(group.identity)
         self._without_group_since = time.monotonic()
-        self.last_death = f"{group.name}: {why}"
+        self._last_lost = group
+        group.ended_by = why
         self.metrics.group_deaths.inc()
         self._count_ranks()
         if group.leaving and not group.flights:
             log.info("%s has left", group.name)
             return
         log.error("%s is given up: %s; in flight: %s", group.name, why, self._ids(group) or "nothing")
+        epoch_dir = self._epoch_dir(group.hello)
+        with contextlib.suppress(OSError):  # for the post-mortem
+            (epoch_dir / "in-flight").write_text(self._ids(group) or "none")
         self._fence(group.hello, why)
         self._requeue(group, strike=not group.leaving)
         self._feed_soon()
@@ -331,9 +305,12 @@ class Dispatcher:
 
         def write() -> None:
             with contextlib.suppress(OSError):  # the launcher may have cleared the epoch away already
-                (self._run_dir / "epochs" / f"{hello.group}-{hello.epoch}" / "fenced").write_text(why)
+                (self._epoch_dir(hello) / "fenced").write_text(why)
 
         self._loop.call_later(FENCE_DELAY, write)
+
+    def _epoch_dir(self, hello: Hello) -> Path:
+        return self._run_dir / "epochs" / f"{hello.group}-{hello.epoch}"
 
     def _ids(self, group: Group) -> str:
         ids = (

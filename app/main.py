@@ -14,8 +14,9 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.routing import Route
 
 from app import ops
-from app.dispatcher import Dispatcher, Group
+from app.dispatcher import Dispatcher
 from app.door import Door
+from app.groups import Group
 from app.infer import OPENAPI, Infer
 from app.metrics import Metrics
 from app.problem import problem

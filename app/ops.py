@@ -9,7 +9,8 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from app.dispatcher import Dispatcher, Group
+from app.dispatcher import Dispatcher
+from app.groups import Group
 from app.metrics import Metrics
 from app.settings import Settings
 from workers import wire
@@ -40,7 +41,7 @@ def routes(settings: Settings, dispatcher: Dispatcher, metrics: Metrics) -> APIR
             "name": "phalanx",
             "ready": dispatcher.unreadiness() is None,
             "groups": {name: _describe(group) for name, group in dispatcher.groups.items()},
-            "last_death": dispatcher.last_death or None,
+            "last_death": dispatcher.last_death() or None,
             "limits": {
                 name: getattr(settings, name)
                 for name in ("max_items", "max_body_bytes", "queue_items", "queue_bytes", "request_timeout")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import gc
 import os
+import queue
 import subprocess
 import sys
 import threading
@@ -20,7 +21,7 @@ from hypothesis import strategies as st
 
 from workers.collect import Collector, Part, shares
 from workers.encode import ALIGN, LARGE, OUT_OF_BAND, OverCap, aligned, pack, segments, unpack
-from workers.rounds import Array, Places, Pool, extent
+from workers.rounds import Array, Gloo, Pending, Places, Pool, _Works
 
 pytestmark = pytest.mark.timeout(120)
 MB = 1 << 20
@@ -117,12 +118,11 @@ def test_what_is_on_a_device_arrives_on_the_host(ranks: int) -> None:
 # ---- a group of threads: any world, any sizes
 
 
-class Threads:
+class Threads(Gloo):
     """A transport between threads of this process."""
 
-    kind = 0
-
     def __init__(self, rank: int, world: int, meet: threading.Barrier, table: dict[Any, Any]) -> None:
+        super().__init__()
         self.rank, self.world, self.meet, self.table = rank, world, meet, table
 
     def first(self, frames: torch.Tensor, frame: torch.Tensor) -> None:
@@ -130,19 +130,25 @@ class Threads:
         self.meet.wait(10)
         frames.copy_(torch.cat([self.table[r] for r in range(self.world)]))
 
-    def second(self, sending: Sequence[Array], places: Sequence[Places]) -> list[memoryview]:
-        self.table["sent", self.rank] = [bytes(segment) for segment in sending]
-        self.meet.wait(10)
-        buffers = [bytearray(extent(p)) for p in places]
-        for r in range(self.world):
-            for place, segment in zip(places[r], self.table["sent", r], strict=True):
-                buffers[r][place.start : place.stop] = segment
-        return [memoryview(b) for b in buffers]
+    def send(self, sending: Sequence[Array]) -> Pending:
+        for segment in sending:
+            self.table["sent", self.rank].put(segment.copy())
+        return _Works()
+
+    def receive(self, rank: int, places: Places) -> tuple[memoryview, Pending]:
+        whole = np.zeros(places[-1].stop if places else 0, np.uint8)
+
+        class Received:
+            def wait(_) -> None:
+                for place in places:
+                    whole[place.start : place.stop] = self.table["sent", rank].get(timeout=10)
+
+        return whole.data, Received()
 
 
 def collect_in_threads(values: Sequence[Any], ranges: Sequence[range], size: int) -> list[Part]:
     world = len(values)
-    meet, table = threading.Barrier(world), dict[Any, Any]()
+    meet, table = threading.Barrier(world), {("sent", rank): queue.SimpleQueue[Array]() for rank in range(world)}
     got: list[list[Part] | None] = [None] * world
 
     def run(rank: int) -> None:

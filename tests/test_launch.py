@@ -238,7 +238,7 @@ def test_a_killed_rank_is_followed_by_the_next_epoch(launched: Launch) -> None:
     assert not any(alive(pid) for pid in first)
     launcher.stop()
     assert launcher.code() == 0
-    assert f"epoch 1 died: rank 1 (pid {first[1]}) died (peer, rank 0)" in launcher.log()
+    assert f"epoch 1 died: rank 1 (pid {first[1]}) died: killed by SIGKILL (peer, rank 0)" in launcher.log()
 
 
 def test_ranks_that_all_return_without_being_asked_are_respawned(launched: Launch) -> None:

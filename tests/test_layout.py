@@ -18,12 +18,15 @@ MODULES = {
 }
 MAY_IMPORT_OF_WORKERS = {"workers.errors", "workers.wire", "workers.ring", "workers.launch"}
 ONLY_IN = {
-    "torch": {"workers.rank", "workers.model", "workers.items", "workers.forward", "workers.collect", "workers.encode", "workers.parts",
-              "workers.rounds", "workers.models.digits", "workers.models.train_digits"},
+    "torch": {
+        *("workers.loop", "workers.model", "workers.items", "workers.forward", "workers.predict", "workers.parts"),
+        *("workers.collect", "workers.encode", "workers.rounds"),
+        *("workers.models.digits", "workers.models.train_digits"),
+    },
     "pickle": {"workers.encode"},
     "fastapi": {"app.main", "app.ops"},
-    "zmq": {"app.queue", "workers.queue", "workers.rank"},
-}  # fmt: skip
+    "zmq": {"app.queue", "workers.queue", "workers.loop"},
+}
 
 
 def imports(path: Path) -> set[str]:

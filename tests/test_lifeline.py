@@ -100,7 +100,7 @@ def test_a_killed_rank_fells_the_others_at_once(start: Start, tmp_path: Path) ->
     ranks[1].process.kill()
     assert all_gone(ranks) - killed < AT_ONCE
     assert all(rank.process.returncode in (1, -9) for rank in ranks)
-    assert why(tmp_path)[1:] == ("peer", f"rank 1 (pid {ranks[1].pid}) died")
+    assert why(tmp_path)[1:] == ("peer", f"rank 1 (pid {ranks[1].pid}) died: killed by SIGKILL")
 
 
 def test_a_rank_that_exits_with_0_fells_the_others_too(start: Start) -> None:
@@ -123,7 +123,7 @@ def test_a_connection_that_broke_by_a_peers_death_is_reported_as_that(start: Sta
     ranks = start(2)
     ranks[0].tell(f"break {ranks[1].pid} connection-reset")
     all_gone(ranks)
-    died = f"rank 1 (pid {ranks[1].pid}) died, seen here as: connection-reset"
+    died = f"rank 1 (pid {ranks[1].pid}) died: killed by SIGKILL, seen here as: connection-reset"
     assert why(tmp_path) == (0, "peer", died)
 
 
@@ -236,7 +236,7 @@ def test_a_pid_that_has_passed_on_to_another_process_is_a_dead_peer(tmp_path: Pa
                 assert rank.process.wait(10) == 1
             finally:
                 rank.close()
-            assert why(tmp_path)[2] == f"rank 1 (pid {innocent.pid}) died"
+            assert why(tmp_path)[2] == f"rank 1 (pid {innocent.pid}) died: nobody saw how"
             assert innocent.poll() is None
         finally:
             innocent.kill()

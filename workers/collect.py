@@ -8,16 +8,17 @@ a second round, which takes the rest to rank 0.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from workers.encode import ALIGN, Packed, aligned, pack, segments, sentence, unpack
+from workers.encode import ALIGN, Buffer, Packed, aligned, laid_out, pack, segments, sentence, unpack, unpack_stream
 from workers.errors import GroupError
 from workers.rounds import Array, Transport, transport_for
+from workers.stream import ERROR, MORE, OK, Broken, Incoming, Outgoing
 from workers.wire import shares
 
 __all__ = ["Collector", "Desynchronised", "Part", "shares"]
@@ -28,7 +29,6 @@ CAP = 1 << 30
 """Bytes one rank may send in a step, unless a collector is told otherwise."""
 
 _MAGIC = b"PLX1"
-_OK, _ERROR = 0, 1
 _HEADER = struct.Struct("<4sBBHHHI6q")
 _FRAME = _HEADER.size + INLINE
 
@@ -84,40 +84,63 @@ class Collector:
         if self._dead:
             raise self._dead
         try:
-            sending = self._write(value, step, start, items, size)
-            headers = self._first_round(step, size)
-            gap = _gap(headers, size)
-            places = [_places(h) for h in headers]
-            more = any(places) and not gap  # from headers alone, which all ranks hold
-            buffers = self._transport.second(sending, places) if more else [memoryview(b"")] * self._world
+            return self._collect(value, _Claim(step, start, items, size))
+        except GroupError as error:
+            self._dead = error
+            raise
         except Exception as error:
-            self._dead = error if isinstance(error, GroupError) else GroupError(f"step {step}: {sentence(error)}")
+            self._dead = GroupError(f"step {step}: {sentence(error)}")
             raise self._dead from error
+
+    def _collect(self, value: object, claim: _Claim) -> list[Part] | None:
+        headers: list[_Header] = []
+        outgoing = Outgoing(self._transport)
+
+        def spill(head: Sequence[Buffer]) -> None:
+            if not headers:
+                self._write(MORE, Packed(), claim)
+                headers.extend(self._first_round(claim))
+            if gap := _gap(headers, claim.size):
+                raise ValueError(gap)  # nobody wants the rest
+            outgoing.send(head)
+
+        status, packed = self._pack(value, spill if self._transport.streams else None)
+        if headers:
+            if not _gap(headers, claim.size):
+                outgoing.close(status, packed.head, _arrays(segments(packed.body, ALIGN)))
+            return None
+        sending = self._write(status, packed, claim)
+        headers = self._first_round(claim)
+        gap = _gap(headers, claim.size)
+        places = [laid_out(h.lengths, 0 if _fits(h.head, h.segments) else h.head) for h in headers]
+        more = any(places) and not gap  # from headers alone, which all ranks hold
+        buffers = self._transport.second(sending, places) if more else [memoryview(b"")] * self._world
         if self._rank:
             return None
         if gap:
             return [Part(h.start, h.items, None, gap) for h in headers]
-        return [Part(start, items, value, None), *map(self._read, headers[1:], buffers[1:])]
+        incoming = [Incoming(self._transport, h.rank) if h.status == MORE else None for h in headers]
+        own = Part(claim.start, claim.items, value, None)
+        return [own, *map(self._read, headers[1:], buffers[1:], incoming[1:])]
 
-    def _write(self, value: object, step: int, start: int, items: int, size: int) -> list[Array]:
-        """Make this rank's frame; returns the segments left for the second round. A bad value does not raise."""
-        status, packed = _OK, Packed()
+    def _pack(self, value: object, spill: Callable[[Sequence[Buffer]], None] | None) -> tuple[int, Packed]:
+        """Encode this rank's value, or the reason why it cannot be; a bad value does not raise."""
         try:
-            if self._rank:
-                packed = pack(value, self._cap)
-        except KeyboardInterrupt:
+            return OK, pack(value, self._cap, spill) if self._rank else Packed()
+        except (KeyboardInterrupt, GroupError):
             raise
         except BaseException as error:  # a SystemExit in some __reduce__ is no less an error of this part alone
             text = f"the result cannot be sent: {sentence(error)}"
-            status, packed = _ERROR, Packed([text.encode("utf-8", "replace")])
+            return ERROR, Packed([text.encode("utf-8", "replace")])
+
+    def _write(self, status: int, packed: Packed, claim: _Claim) -> list[Array]:
+        """Make this rank's frame; returns the segments left for the second round."""
         head, body = sum(map(len, packed.head)), segments(packed.body, ALIGN)
         inline = _fits(head, len(body))
-        sending: list[Array] = [
-            np.frombuffer(s, np.uint8) for s in (body if inline else segments(packed.head, 1) + body)
-        ]
+        sending = _arrays(body if inline else segments(packed.head, 1) + body)
         lengths = [len(segment) for segment in sending]
         who = status, self._transport.kind, self._rank, self._world, len(lengths), self._epoch
-        _HEADER.pack_into(self._frame, 0, _MAGIC, *who, step, start, items, size, head, sum(lengths))
+        _HEADER.pack_into(self._frame, 0, _MAGIC, *who, *claim, head, sum(lengths))
         at = _HEADER.size
         for piece in (struct.pack(f"<{len(lengths)}q", *lengths), *(packed.head if inline else ())):
             self._frame[at : at + len(piece)] = piece
@@ -127,7 +150,7 @@ class Collector:
         self._filled = at
         return sending
 
-    def _first_round(self, step: int, size: int) -> list[_Header]:
+    def _first_round(self, claim: _Claim) -> list[_Header]:
         """Exchange the frames and check every header: the same outcome on every rank."""
         self._transport.first(self._all, self._mine)
         headers = []
@@ -135,7 +158,7 @@ class Collector:
             h = _Header._make((*_HEADER.unpack_from(self._frames, r * _FRAME), ()))
             lengths = struct.unpack_from(f"<{h.segments}q", self._frames, r * _FRAME + _HEADER.size)
             headers.append(h._replace(lengths=lengths) if lengths else h)
-        shared = self._transport.kind, self._world, self._epoch, step, size
+        shared = self._transport.kind, self._world, self._epoch, claim.step, claim.size
         for r, h in enumerate(headers):
             same = (h.kind, h.world, h.epoch, h.step, h.size) == shared
             if h.magic != _MAGIC or h.rank != r or not same or sum(h.lengths) != h.total:
@@ -143,21 +166,38 @@ class Collector:
                 raise Desynchronised(f"the ranks are not in the same step: {'; '.join(said)}")
         return headers
 
-    def _read(self, h: _Header, buffer: memoryview) -> Part:
-        """Decode one rank's part; never raises for what is in it."""
-        if _fits(h.head, h.segments):
-            at = h.rank * _FRAME + _HEADER.size + 8 * h.segments
-            head, body = self._frames[at : at + h.head], buffer
-        else:
-            head, body = buffer[: h.head], buffer[aligned(h.head) :]
-        if h.status == _ERROR:
-            return Part(h.start, h.items, None, str(head, "utf-8", "replace"))
+    def _read(self, h: _Header, buffer: memoryview, incoming: Incoming | None) -> Part:
+        """Decode one rank's part; does not raise for what is in it."""
+        value = error = None
         try:
-            return Part(h.start, h.items, unpack(head, body), None)
-        except KeyboardInterrupt:
+            if incoming:
+                value = unpack_stream(incoming, incoming.buffers())
+            elif _fits(h.head, h.segments):
+                at = h.rank * _FRAME + _HEADER.size + 8 * h.segments
+                head = self._frames[at : at + h.head]
+                if h.status == ERROR:
+                    raise Broken(str(head, "utf-8", "replace"))
+                value = unpack(head, buffer)
+            else:
+                value = unpack(buffer[: h.head], buffer[aligned(h.head) :])
+        except (KeyboardInterrupt, GroupError):
             raise
-        except BaseException as error:
-            return Part(h.start, h.items, None, f"the result cannot be read: {sentence(error)}")
+        except Broken as broken:
+            error = str(broken)
+        except BaseException as broken:
+            error = f"the result cannot be read: {sentence(broken)}"
+        if incoming:
+            incoming.drain()
+        return Part(h.start, h.items, value, error)
+
+
+class _Claim(NamedTuple):
+    """What a rank says of its part and of the step, in items."""
+
+    step: int
+    start: int
+    items: int
+    size: int
 
 
 class _Header(NamedTuple):
@@ -198,12 +238,5 @@ def _gap(headers: Sequence[_Header], size: int) -> str | None:
     return f"the parts {parts} do not tile the step's {size} items"
 
 
-def _places(h: _Header) -> list[range]:
-    """Where each segment lies in the rank's receive buffer: the head in one piece, every other one aligned."""
-    at, places = 0, []
-    head = 0 if _fits(h.head, h.segments) else h.head
-    for length in h.lengths:
-        at = at if at < head else aligned(at)
-        places.append(range(at, at + length))
-        at += length
-    return places
+def _arrays(segments: Sequence[Buffer]) -> list[Array]:
+    return [np.frombuffer(segment, np.uint8) for segment in segments]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import copyreg
 import pickle
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from operator import methodcaller
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -29,6 +29,13 @@ class OverCap(Exception):
     """The object takes more bytes than it may."""
 
 
+class Readable(Protocol):
+    """What an unpickler reads from."""
+
+    def read(self, n: int, /) -> bytes: ...
+    def readline(self) -> bytes: ...
+
+
 class Packed(NamedTuple):
     """An encoded object, in pieces by reference: the head is the pickle and the lengths of the body's buffers."""
 
@@ -36,19 +43,19 @@ class Packed(NamedTuple):
     body: Sequence[Buffer] = ()
 
 
-def pack(value: object, cap: int) -> Packed:
+def pack(value: object, cap: int, spill: Callable[[Sequence[Buffer]], None] | None = None) -> Packed:
     """Encode `value` in at most `cap` bytes. Raises `OverCap`, and whatever its own `__reduce__` raises.
 
+    `spill` is given the head so far whenever that has grown by `LARGE` bytes in small pieces; the rest is returned.
     Tensors arrive as plain tensors on the CPU, detached, and a view brings its own bytes only. `bytes` arrive as
     `bytes`; a `memoryview` arrives as one and, from `OUT_OF_BAND` bytes on, is decoded without a copy.
     """
-    sink = _Sink(cap)
+    sink = _Sink(cap, spill)
     pickler = pickle.Pickler(sink, 5, buffer_callback=sink.keep)
     pickler.dispatch_table = _REDUCERS
     pickler.dump(value)
     lengths = [len(piece) for piece in sink.body]
-    sink.write(struct.pack(f"<{len(lengths) + 1}q", *lengths, len(lengths)))
-    return Packed(sink.head, sink.body)
+    return Packed([*sink.head, struct.pack(f"<{len(lengths) + 1}q", *lengths, len(lengths))], sink.body)
 
 
 def unpack(head: memoryview, body: memoryview) -> object:
@@ -56,12 +63,21 @@ def unpack(head: memoryview, body: memoryview) -> object:
 
     Raises whatever the object's own reconstruction raises. It runs code: only for ranks of one group.
     """
-    (n,) = struct.unpack_from("<q", head, len(head) - 8)
-    buffers, at = [], 0
-    for length in struct.unpack_from(f"<{n}q", head, len(head) - 8 * (n + 1)):
-        buffers.append(body[at : at + length])
+    return pickle.loads(head, buffers=buffers(head, body))
+
+
+def buffers(tail: memoryview, body: memoryview) -> Iterator[memoryview]:
+    """The buffers in a `body`; `tail` is a head, or the end of one."""
+    (n,) = struct.unpack_from("<q", tail, len(tail) - 8)
+    at = 0
+    for length in struct.unpack_from(f"<{n}q", tail, len(tail) - 8 * (n + 1)):
+        yield body[at : at + length]
         at = aligned(at + length)
-    return pickle.loads(head, buffers=buffers)
+
+
+def unpack_stream(head: Readable, buffers: Iterator[memoryview]) -> object:
+    """As `unpack`, while the head is still arriving; `buffers` are asked for one by one, when their turn comes."""
+    return pickle.Unpickler(head, buffers=buffers).load()
 
 
 def segments(pieces: Sequence[Buffer], align: int) -> list[Buffer]:
@@ -90,6 +106,16 @@ def aligned(at: int) -> int:
     return -(-at // ALIGN) * ALIGN
 
 
+def laid_out(lengths: Sequence[int], head: int = 0) -> list[range]:
+    """Where segments of such lengths lie: those of a head of `head` bytes in one piece, every other one aligned."""
+    at, places = 0, []
+    for length in lengths:
+        at = at if at < head else aligned(at)
+        places.append(range(at, at + length))
+        at += length
+    return places
+
+
 def sentence(error: BaseException) -> str:
     """What `error` says, in one short sentence; never raises."""
     try:
@@ -105,16 +131,22 @@ class _Sink:
     The pickler hands over its own frames of 64 KB, and larger `bytes` as the objects they are.
     """
 
-    __slots__ = ("body", "cap", "head", "left")
+    __slots__ = ("body", "cap", "head", "left", "spill", "waiting")
 
-    def __init__(self, cap: int) -> None:
+    def __init__(self, cap: int, spill: Callable[[Sequence[Buffer]], None] | None) -> None:
         self.cap = self.left = cap
+        self.spill = spill
+        self.waiting = 0  # bytes of the head
         self.head: list[Buffer] = []
         self.body: list[Buffer] = []
 
     def write(self, piece: Buffer) -> None:
         self._count(len(piece))
         self.head.append(piece)
+        self.waiting += len(piece) if len(piece) < LARGE else 0  # a large one is better sent from where it lies
+        if self.spill and self.waiting >= LARGE:
+            self.spill(self.head)
+            self.head, self.waiting = [], 0
 
     def keep(self, buffer: pickle.PickleBuffer) -> bool:
         """The pickler's `buffer_callback`: false means out of band."""

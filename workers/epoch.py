@@ -10,7 +10,7 @@ import json
 import logging
 import signal
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from workers.errors import ModelLoadError, StartError
@@ -69,16 +69,18 @@ class Epoch:
     ready: float | None = None
     felled: float | None = None
     leave_by: float | None = None
+    ended: dict[int, str] = field(default_factory=dict)  # a rank: a sentence, in the order of their ends
 
     def look(self, now: float, stop: bool) -> str | None:
         """Take in what is new, and say why torchrun must be killed; None while it need not. `stop` asks it to leave."""
         if self.ready is None and self._has("ready-0"):
             self.ready = now
             self.log(logging.INFO, "ready after %.1f s", now - self.started)
-        if self.felled is None and any(self.directory.glob("failed-*.json")):
+        dying = any(self.directory.glob("failed-*.json")) or (self.ended and not self._has("leave"))
+        if self.felled is None and dying:
             self.felled = now
         if self._has("fenced"):
-            return f"fenced by the front end: {(self.directory / 'fenced').read_text().strip()}"
+            return f"fenced by the front end: {self._text('fenced')}"
         if stop and self.ready is None:
             return "stopped before it was ready"
         if stop and self.leave_by is None:
@@ -101,11 +103,34 @@ class Epoch:
         ready_for = None if self.ready is None else now - self.ready
         if report is not None and not self._has("fenced"):
             return Death(report.kind, str(report), ready_for)
-        ended = f"torchrun exited with {code}" if code >= 0 else f"torchrun died of {signal.Signals(-code).name}"
-        return Death("supervisor", killed_for or f"{ended}, and no rank said why", ready_for)
+        if self._has("fenced"):
+            return Death("fenced", f"fenced by the front end: {self._text('fenced')}", ready_for)
+        if code < 0 and killed_for is None:
+            return Death("supervisor", f"torchrun died of {signal.Signals(-code).name}", ready_for)
+        if self.ended:
+            return Death("rank", next(iter(self.ended.values())), ready_for)
+        return Death("supervisor", killed_for or f"torchrun exited with {code}, and no rank said why", ready_for)
+
+    def post_mortem(self, death: Death) -> str:
+        """All there is to read of a death: the reason, every rank's end and stacks, the requests in flight."""
+        ready = "it was never ready" if death.ready_for is None else f"it had been ready for {death.ready_for:.1f} s"
+        lines = [
+            f"group {self.group} epoch {self.number} died: {death.text}",
+            f"kind: {death.kind}; {ready}",
+            f"requests in flight: {self._text('in-flight') or 'none that the front end told of'}",
+            *self.ended.values(),
+        ]
+        for path in sorted(self.directory.glob("stacks-*.txt")):
+            rank = path.stem.removeprefix("stacks-")
+            lines += ["", f"---- rank {rank}: stacks, the latest call first", path.read_text(errors="replace").strip()]
+        return "\n".join([*lines, ""])
 
     def log(self, level: int, text: str, *values: object) -> None:
         logger.log(level, f"group %s epoch %d {text}", self.group, self.number, *values)  # noqa: G004 - a format
+
+    def _text(self, name: str) -> str:
+        path = self.directory / name
+        return path.read_text(errors="replace").strip() if path.exists() else ""
 
     def _has(self, name: str) -> bool:
         return (self.directory / name).exists()

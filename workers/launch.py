@@ -153,6 +153,41 @@ def check(group: Group) -> int:
     return ModelLoadError.exit_code if report is not None and report.kind == "model" else 1
 
 
+class Ranks:
+    """How the ranks of an epoch end: seen at once, before torchrun takes the status away."""
+
+    def __init__(self, epoch: Epoch) -> None:
+        self._epoch = epoch
+        self._pids: dict[int, int] = {}  # by rank
+        self._pidfds: dict[int, int] = {}  # rank by pidfd, of those that run
+
+    def watched(self) -> list[int]:
+        return list(self._pidfds)
+
+    def look(self) -> None:
+        """Note who has ended, and hold those that have made themselves known in `pid-<r>`."""
+        poll = select.poll()
+        for pidfd in self._pidfds:
+            poll.register(pidfd, select.POLLIN)
+        for pidfd, _ in poll.poll(0):
+            rank = self._pidfds.pop(pidfd)
+            os.close(pidfd)
+            self._epoch.ended[rank] = f"rank {rank} (pid {self._pids[rank]}) {lifeline.how_it_ended(self._pids[rank])}"
+        for path in self._epoch.directory.glob("pid-*"):
+            rank = int(path.name.removeprefix("pid-"))
+            with suppress(OSError, ValueError):  # written a moment ago, or gone already
+                if rank not in self._pids:
+                    pid = int(path.read_text())
+                    self._pidfds[os.pidfd_open(pid)] = rank
+                    self._pids[rank] = pid
+
+    def close(self) -> None:
+        self.look()
+        for pidfd in self._pidfds:
+            os.close(pidfd)
+        self._pidfds.clear()
+
+
 class Launcher:
     """Keeps one group alive until SIGTERM or SIGINT."""
 
@@ -181,8 +216,8 @@ class Launcher:
         group = self._group
         while not self._stop:
             number, directory = rundir.next_epoch(group.run_dir, group.group)
-            limits = {"start_timeout": group.start_timeout, "drain_timeout": group.drain_timeout}
-            epoch = Epoch(group.group, number, directory, started=time.monotonic(), **limits)
+            now = time.monotonic()
+            epoch = Epoch(group.group, number, directory, group.start_timeout, group.drain_timeout, started=now)
             death = self._live(epoch)
             if death is None:
                 epoch.log(logging.INFO, "has left")
@@ -193,7 +228,8 @@ class Launcher:
                 if epoch.ready is None:
                     rundir.remove(directory)
                 return 0
-            epoch.log(logging.ERROR, "died: %s; what it left is in %s", death.text, directory)
+            path = rundir.keep_post_mortem(group.run_dir, directory.name, epoch.post_mortem(death))
+            epoch.log(logging.ERROR, "died: %s; more in %s", death.text, path)
             try:
                 self._sleep(self._restarts.after(death))
             except StartError as error:
@@ -206,15 +242,18 @@ class Launcher:
         command = torchrun_command(self._group, epoch.number)
         torchrun = spawn(command, env=torchrun_environment(self._group.ranks, os.environ), stdin=subprocess.DEVNULL)
         pidfd = os.pidfd_open(torchrun.pid)
+        ranks = Ranks(epoch)
         epoch.log(logging.INFO, "starts: %d ranks under torchrun, pid %d", self._group.ranks, torchrun.pid)
         reason: str | None = None
         try:
             while torchrun.poll() is None and reason is None:
-                self._sleep(POLL, pidfd)
+                self._sleep(POLL, pidfd, *ranks.watched())
+                ranks.look()
                 lifeline.reap_orphans(but=torchrun.pid)
                 reason = epoch.look(time.monotonic(), self._stop)
         finally:
             os.close(pidfd)
+            ranks.close()
             self._end(torchrun, epoch)
             rundir.close_sockets(epoch.directory)
         return epoch.death(time.monotonic(), reason, torchrun.wait())
@@ -230,12 +269,11 @@ class Launcher:
                 break
             time.sleep(0.005)
 
-    def _sleep(self, seconds: float, pidfd: int | None = None) -> None:
-        """Until the time is over, a signal comes, or the process of `pidfd` ends."""
+    def _sleep(self, seconds: float, *pidfds: int) -> None:
+        """Until the time is over, a signal comes, or a process of `pidfds` ends."""
         poll = select.poll()
-        for fd in (self._wake, pidfd):
-            if fd is not None:
-                poll.register(fd, select.POLLIN)
+        for fd in (self._wake, *pidfds):
+            poll.register(fd, select.POLLIN)
         if any(fd == self._wake for fd, _ in poll.poll(seconds * 1000)):
             os.read(self._wake, 4096)
 

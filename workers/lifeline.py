@@ -27,6 +27,7 @@ from typing import NoReturn
 PARENT = "LIFELINE_PARENT"  # in the environment: the pid that a spawned process's children must have as parent
 BACKSTOP = 2.0  # seconds after the deadline at which faulthandler ends a rank that nobody else could
 STACKS = 0.1  # seconds that the peers have to write their stacks before they are killed; a dump takes 1.5 ms
+STACKS_IN_PASSING = 0.02  # likewise, where the cause is known without them
 SECOND_HAND = 0.02  # seconds in which a dead peer shows whose connection broke: its sockets close first
 TICK = 0.1  # seconds between two looks at the deadline; a peer's death wakes the thread at once
 
@@ -113,12 +114,13 @@ class Member:
 
 
 class Lifeline:
-    """One rank's hold on its peers. Its files are in `epoch_dir`: stacks-<r>.txt, failed-<r>.json, released-<r>."""
+    """One rank's hold on its peers. Its files in the epoch's directory: pid-, stacks-, failed- and released-<r>."""
 
     def __init__(self, rank: int, epoch_dir: Path) -> None:
         self.rank = rank
         self._epoch_dir = epoch_dir
         self._stacks = open(epoch_dir / f"stacks-{rank}.txt", "a")  # noqa: SIM115 - for the life of the process
+        (epoch_dir / f"pid-{rank}").write_text(str(os.getpid()))  # the launcher looks at how it ends
         faulthandler.enable(self._stacks)  # a segfault leaves its stacks too
         faulthandler.register(signal.SIGUSR2, self._stacks, all_threads=True)
         self._peers: dict[int, Member] = {}  # by pidfd; replaced, never changed, once it is watched
@@ -169,20 +171,20 @@ class Lifeline:
     def fell(self, kind: str, text: str) -> NoReturn:
         """End the whole group now, this rank included, leaving failed-<rank>.json; `text` is one sentence.
 
-        For the kind "deadline" every rank's stacks are written first, within 100 ms. The kinds "model" and "deadline"
-        are reported as they are; any other, when a peer is dead already, is that peer's death seen second-hand.
+        Every rank's stacks are written first: within 100 ms for the kind "deadline", where they are what matters,
+        within 20 ms for others. The kinds "model" and "deadline" are reported as they are; any other, when a peer is
+        dead already, is that peer's death seen second-hand.
         """
         self._felling.acquire()  # for ever: a second thread waits here for the end
         try:
             if kind not in ("model", "deadline", "peer"):
                 for peer in self._ended(SECOND_HAND).values():
                     if not self._has_left(peer):
-                        kind, text = "peer", f"{peer} died, seen here as: {text}"
+                        kind, text = "peer", f"{peer} died: {how_it_ended(peer.pid)}, seen here as: {text}"
             self._report(kind, text)
-            if kind == "deadline":
-                self._signal_peers(signal.SIGUSR2)
-                faulthandler.dump_traceback(self._stacks, all_threads=True)
-                time.sleep(STACKS)
+            self._signal_peers(signal.SIGUSR2)
+            faulthandler.dump_traceback(self._stacks, all_threads=True)
+            time.sleep(STACKS if kind == "deadline" else STACKS_IN_PASSING)
             self._signal_peers(signal.SIGKILL)
         finally:
             os._exit(1)
@@ -208,7 +210,7 @@ class Lifeline:
     def _mourn(self, peer: Member) -> None:
         """Fell the group for a peer that has ended, unless it had left."""
         if not self._has_left(peer):
-            self.fell("peer", f"{peer} died")
+            self.fell("peer", f"{peer} died: {how_it_ended(peer.pid)}")
 
     def _has_left(self, peer: Member) -> bool:
         return self._released or (self._epoch_dir / f"released-{peer.rank}").exists()
@@ -224,6 +226,15 @@ class Lifeline:
         for pidfd in self._peers:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(pidfd, number)
+
+
+def how_it_ended(pid: int) -> str:
+    """Of a process that has ended and whose parent has not asked yet; "nobody saw how" where that is over."""
+    stat = process_stat(pid)
+    if stat is None or stat[0] != "Z":
+        return "nobody saw how"
+    code = os.waitstatus_to_exitcode(int(stat[49]))
+    return f"exited with {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
 
 
 def start_time(pid: int) -> int | None:

@@ -76,6 +76,17 @@ def next_epoch(run_dir: Path, group: str) -> tuple[int, Path]:
     return last + 1, directory
 
 
+def keep_post_mortem(run_dir: Path, name: str, text: str) -> Path:
+    """Write one epoch's post-mortem and remove all but the last few; where it is."""
+    folder = run_dir / "post-mortem"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    path = folder / f"{name}.txt"
+    path.write_text(text)
+    for old in sorted(folder.iterdir(), key=lambda one: one.stat().st_mtime_ns)[: -2 * KEPT]:
+        old.unlink()
+    return path
+
+
 def remove(epoch_dir: Path) -> None:
     shutil.rmtree(epoch_dir, ignore_errors=True)
 

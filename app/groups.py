@@ -1,0 +1,57 @@
+"""What the front end knows of a worker group: its HELLO, its steps, whether it proves alive; it sends nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+
+from app.batcher import Batch
+from workers.wire import Hello
+
+FRESH = 5.0  # seconds for which a step proves that its group is ready
+
+
+@dataclass
+class Flight:
+    """A step that a group holds; without a batch it is a canary."""
+
+    batch: Batch | None
+    late: asyncio.TimerHandle
+    expires: float
+
+    @property
+    def size(self) -> int:
+        return self.batch.size if self.batch else 0
+
+
+@dataclass
+class Group:
+    """A worker group that has said HELLO."""
+
+    identity: bytes
+    hello: Hello
+    flights: dict[int, Flight] = field(default_factory=dict)
+    last_step: float = field(default_factory=time.monotonic)  # its HELLO follows a step through the whole path
+    canary_failure: str | None = None
+    leaving: bool = False
+    ended_by: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"group {self.hello.group} epoch {self.hello.epoch}"
+
+    def unreadiness(self, now: float) -> str | None:
+        """Why it would not answer now; None when it would."""
+        running = any(now < flight.expires for flight in self.flights.values())
+        if self.leaving:
+            return f"{self.name} is leaving"
+        if self.canary_failure:
+            return f"{self.name}: its example fails: {self.canary_failure}"
+        if now - self.last_step >= FRESH and not running:
+            return f"{self.name} has ended no step for {now - self.last_step:.1f} s"
+        return None
+
+    @property
+    def capacity(self) -> int:
+        return self.hello.world * self.hello.model.max_batch_size
