@@ -15,7 +15,7 @@ from app.batcher import Account, Batch, Batcher, Job, Piece
 from workers.errors import QueueFull, TooLarge
 
 pytestmark = pytest.mark.timeout(120)
-quick = settings(deadline=None, max_examples=200)
+quick = settings(deadline=None, max_examples=80)
 NEVER = math.inf
 
 
@@ -217,7 +217,7 @@ def test_a_death_without_a_strike_is_never_held_against_an_item() -> None:
     assert spans(batcher.take(4, 0), jobs) == [(0, 0, 1)]
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=120)
 @given(
     st.lists(st.integers(1, 12), min_size=1, max_size=6),
     st.integers(1, 24),
@@ -384,7 +384,7 @@ class Machine(RuleBasedStateMachine):
 
 TestWhateverHappens = Machine.TestCase
 TestWhateverHappens.settings = settings(
-    deadline=None, max_examples=100, stateful_step_count=40, report_multiple_bugs=False
+    deadline=None, max_examples=50, stateful_step_count=40, report_multiple_bugs=False
 )
 
 

@@ -22,7 +22,7 @@ from workers.errors import InvalidItem, MalformedBody, NonFiniteResult, NotAccep
 from workers.wire import Encoding, Form
 
 pytestmark = pytest.mark.timeout(60)
-quick = settings(deadline=None, max_examples=100)
+quick = settings(deadline=None, max_examples=60)
 NAN = float("nan")
 
 
@@ -330,7 +330,7 @@ def test_a_hostile_or_broken_npy_body_is_malformed(body: bytes, names: str) -> N
     assert names in malformed(body, "npy")
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(st.data())
 def test_an_npy_body_with_any_byte_changed_is_malformed_or_as_many_rows_as_it_says(data: st.DataObject) -> None:
     body = bytearray(npy(np.arange(6, dtype="<i2").reshape(3, 2)))
@@ -388,7 +388,7 @@ class Echo:
         return spans
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 @given(st.data())
 def test_bodies_cut_into_any_pieces_over_any_ranks_join_to_the_same_items(data: st.DataObject) -> None:
     sizes = data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=4))

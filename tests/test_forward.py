@@ -329,7 +329,7 @@ def test_parameters_that_are_no_json_within_the_limits_are_malformed(parameters:
 # ---- micro-batches and bisection
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 @given(st.data())
 def test_exactly_the_items_that_raise_fail_and_no_batch_is_too_large(data: st.DataObject) -> None:
     n = data.draw(st.integers(0, 40))
@@ -547,6 +547,13 @@ def test_what_a_model_says_fits_on_one_line_of_a_message(error: Exception, said:
         (failure,) = run(model(predict, **members), [1]).failures.values()
         assert failure.detail == f"{stage} raised {said}"
         failure.detail.encode()
+
+
+def test_a_model_may_raise_our_own_error_and_is_quoted() -> None:
+    def predict(items: Any) -> Any:
+        raise ModelError("as the model\nsays: \udcff")
+
+    assert run(model(predict), [1]).failures[0].detail == "as the model says: ?"
 
 
 # ---- the example

@@ -24,7 +24,7 @@ from workers.model import TensorSpec
 from workers.wire import Encoding, Form
 
 pytestmark = pytest.mark.timeout(60)
-quick = settings(deadline=None, max_examples=150)
+quick = settings(deadline=None, max_examples=60)
 
 NAN, INF = float("nan"), float("inf")
 SPEC_DTYPES = ["int8", "int64", "uint8", "uint64", "float16", "bfloat16", "float32", "float64", "bool"]
@@ -164,7 +164,7 @@ def steps(draw: st.DrawFn) -> tuple[list[str], TensorSpec]:
     return [one() for _ in range(draw(st.integers(1, 4)))], spec
 
 
-@settings(deadline=None, max_examples=600)
+@settings(deadline=None, max_examples=250)
 @given(steps())
 @example((["[[1,2],[3]]", "[[1,2],[3,4]]"], TensorSpec("float32", (2, 2))))
 @example((["[[1],[2,3]]", "[[1,2,3]]"], TensorSpec("float32", (None, None))))
@@ -641,7 +641,7 @@ def finite(value: Any) -> bool:
     return all(map(finite, value)) if isinstance(value, list) else not isinstance(value, float) or math.isfinite(value)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=120)
 @given(st.lists(results_of_models, max_size=4))
 def test_every_result_comes_back_as_it_was_or_fails_for_nan(results: list[Any]) -> None:
     done, failures = encoded(results)

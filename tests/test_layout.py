@@ -17,12 +17,9 @@ MODULES = {
     if path.name != "__init__.py"
 }
 MAY_IMPORT_OF_WORKERS = {"workers.errors", "workers.wire", "workers.ring", "workers.launch"}
+TORCH = "agent loop model items forward predict parts collect encode rounds stream models.digits models.train_digits"
 ONLY_IN = {
-    "torch": {
-        *("workers.loop", "workers.model", "workers.items", "workers.forward", "workers.predict", "workers.parts"),
-        *("workers.collect", "workers.encode", "workers.rounds"),
-        *("workers.models.digits", "workers.models.train_digits"),
-    },
+    "torch": {f"workers.{room}" for room in TORCH.split()},
     "pickle": {"workers.encode"},
     "fastapi": {"app.main", "app.ops"},
     "zmq": {"app.queue", "workers.queue", "workers.loop"},

@@ -2,7 +2,8 @@
 
 Two rounds. In the first every rank all_gathers one frame of constant size: a header of 64 bytes and its pickle, if
 that fits. Most steps end there. From the headers, which by then every rank holds, all decide alike whether there is
-a second round, which takes the rest to rank 0.
+a second round, which takes the rest to rank 0. A pickle that grows long goes in blocks while it is still being made;
+then its header says only that. Errors are data: nothing that a value does stops a rank from communicating.
 """
 
 from __future__ import annotations
@@ -83,16 +84,20 @@ class Collector:
         """
         if self._dead:
             raise self._dead
+        claim = _Claim(step, start, items, size)
         try:
-            return self._collect(value, _Claim(step, start, items, size))
-        except GroupError as error:
-            self._dead = error
-            raise
-        except Exception as error:
-            self._dead = GroupError(f"step {step}: {sentence(error)}")
+            if not self._rank:
+                return self._take(value, claim)
+            self._give(value, claim)
+            return None
+        except BaseException as error:
+            self._dead = error if isinstance(error, GroupError) else GroupError(f"step {step}: {sentence(error)}")
+            if self._dead is error or not isinstance(error, Exception):
+                raise
             raise self._dead from error
 
-    def _collect(self, value: object, claim: _Claim) -> list[Part] | None:
+    def _give(self, value: object, claim: _Claim) -> None:
+        """What the ranks do that send."""
         headers: list[_Header] = []
         outgoing = Outgoing(self._transport)
 
@@ -105,19 +110,18 @@ class Collector:
             outgoing.send(head)
 
         status, packed = self._pack(value, spill if self._transport.streams else None)
-        if headers:
-            if not _gap(headers, claim.size):
-                outgoing.close(status, packed.head, _arrays(segments(packed.body, ALIGN)))
-            return None
-        sending = self._write(status, packed, claim)
+        if not headers:
+            sending = self._write(status, packed, claim)
+            self._second_round(self._first_round(claim), claim, sending)
+        elif not _gap(headers, claim.size):
+            outgoing.close(status, packed.head, _arrays(segments(packed.body, ALIGN)))
+
+    def _take(self, value: object, claim: _Claim) -> list[Part]:
+        """What rank 0 does."""
+        self._write(OK, Packed(), claim)
         headers = self._first_round(claim)
-        gap = _gap(headers, claim.size)
-        places = [laid_out(h.lengths, 0 if _fits(h.head, h.segments) else h.head) for h in headers]
-        more = any(places) and not gap  # from headers alone, which all ranks hold
-        buffers = self._transport.second(sending, places) if more else [memoryview(b"")] * self._world
-        if self._rank:
-            return None
-        if gap:
+        buffers = self._second_round(headers, claim, [])
+        if gap := _gap(headers, claim.size):
             return [Part(h.start, h.items, None, gap) for h in headers]
         incoming = [Incoming(self._transport, h.rank) if h.status == MORE else None for h in headers]
         own = Part(claim.start, claim.items, value, None)
@@ -126,7 +130,7 @@ class Collector:
     def _pack(self, value: object, spill: Callable[[Sequence[Buffer]], None] | None) -> tuple[int, Packed]:
         """Encode this rank's value, or the reason why it cannot be; a bad value does not raise."""
         try:
-            return OK, pack(value, self._cap, spill) if self._rank else Packed()
+            return OK, pack(value, self._cap, spill)
         except (KeyboardInterrupt, GroupError):
             raise
         except BaseException as error:  # a SystemExit in some __reduce__ is no less an error of this part alone
@@ -165,6 +169,13 @@ class Collector:
                 said = (f"{h.rank} of {h.world} at epoch {h.epoch}, step {h.step}, {h.size} items" for h in headers)
                 raise Desynchronised(f"the ranks are not in the same step: {'; '.join(said)}")
         return headers
+
+    def _second_round(self, headers: Sequence[_Header], claim: _Claim, sending: Sequence[Array]) -> list[memoryview]:
+        """Move to rank 0 what did not fit the frames: whether, and how much of it, is the same on every rank."""
+        places = [laid_out(h.lengths, 0 if _fits(h.head, h.segments) else h.head) for h in headers]
+        if any(places) and not _gap(headers, claim.size):
+            return self._transport.second(sending, places)
+        return [memoryview(b"")] * self._world
 
     def _read(self, h: _Header, buffer: memoryview, incoming: Incoming | None) -> Part:
         """Decode one rank's part; does not raise for what is in it."""

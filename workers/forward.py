@@ -144,7 +144,7 @@ class _Answers:
                     self._shrink(stop - start)
                 except ModelError as error:
                     # a new error: this one's traceback would keep the tensors of the forward that failed
-                    halve, failed = time.monotonic() < self.give_up, ModelError(str(error))
+                    halve, failed = time.monotonic() < self.give_up, ModelError(said(error, kind=False))
                 if halve and stop - start > 1:
                     middle = (start + stop) // 2
                     waiting += [(middle, stop), (start, middle)]

@@ -83,7 +83,7 @@ def encode(results: Sequence[Any] | np.ndarray, failures: Failures, size: int, e
 
 def value(raw: Buffer, kind: Any = Any, what: str = "item") -> Any:
     """One JSON value. InvalidItem: it is not of `kind`. MalformedBody: it is no JSON, or nested too deep."""
-    _check_depth(raw)
+    _check_depth(raw, what)
     try:
         return msgspec.json.decode(raw, type=kind)
     except msgspec.ValidationError as error:
@@ -111,12 +111,12 @@ def _values(raws: list[memoryview]) -> Decoded:
     return Decoded(values, index, failures)
 
 
-def _check_depth(raw: Buffer) -> None:
+def _check_depth(raw: Buffer, what: str) -> None:
     text = bytes(raw)
     if text.count(b"[") + text.count(b"{") > MAX_DEPTH:
         steps = _STRING.sub(b"", text).translate(_BRACKET_STEPS, _NO_BRACKETS)
         if np.frombuffer(steps, np.int8).cumsum(dtype=np.int32).max(initial=0) > MAX_DEPTH:
-            raise MalformedBody(f"an item is nested deeper than {MAX_DEPTH}")
+            raise MalformedBody(f"the nesting of the {what} is deeper than {MAX_DEPTH}")
 
 
 # ---- JSON numbers to a tensor

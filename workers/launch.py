@@ -7,6 +7,7 @@ directory: `ready-<r>` and `failed-<r>.json` from the ranks, `leave` to them, `f
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import os
@@ -33,6 +34,8 @@ __all__ = ["Group", "Launcher", "check", "claim", "prepare_run_dir", "spawn", "t
 
 logger = logging.getLogger("workers")
 
+TORCHRUN = "torch.distributed.run"
+SPARE_AFTER = 2.0  # seconds of being ready after which a spare is worth its start
 POLL = 0.1  # seconds between two looks at the epoch's directory; signals and torchrun's end wake the launcher at once
 GONE = 10.0  # seconds to wait for killed ranks; one that the kernel cannot end must not keep the service down
 
@@ -79,7 +82,7 @@ def torchrun_command(group: Group, epoch: int) -> list[str]:
         "--log-level": group.log_level,
     }
     return [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", *_flags(torchrun)),
+        *(sys.executable, "-m", TORCHRUN, "--standalone", *_flags(torchrun)),
         *("-m", "workers.rank", *_flags(rank)),
     ]
 
@@ -153,6 +156,34 @@ def check(group: Group) -> int:
     return ModelLoadError.exit_code if report is not None and report.kind == "model" else 1
 
 
+class Spare:
+    """A torchrun that waits for its command line, with its imports behind it: they are half of a restart."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self._environment = environment
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def prepare(self) -> None:
+        if self._process is None:
+            agent = [sys.executable, "-m", "workers.agent"]
+            self._process = spawn(agent, env=self._environment, stdin=subprocess.PIPE)
+
+    def run(self, command: Sequence[str]) -> subprocess.Popen[bytes]:
+        """Run a torchrun command: in the spare, where there is one that lives."""
+        spare, self._process = self._process, None
+        if spare is not None and spare.stdin is not None and command[2] == TORCHRUN:
+            with suppress(BrokenPipeError), spare.stdin:
+                spare.stdin.write(json.dumps(command[3:]).encode() + b"\n")
+            if spare.poll() is None:
+                return spare
+        return spawn(command, env=self._environment, stdin=subprocess.DEVNULL)
+
+    def end(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+
 class Ranks:
     """How the ranks of an epoch end: seen at once, before torchrun takes the status away."""
 
@@ -194,6 +225,7 @@ class Launcher:
     def __init__(self, group: Group) -> None:
         self._group = replace(group, run_dir=group.run_dir.absolute())
         self._restarts = Restarts(group.max_restarts)
+        self._spare = Spare(torchrun_environment(group.ranks, os.environ))
         self._stop = False
         self._wake = -1  # a pipe's end that is readable once a signal has come
 
@@ -210,6 +242,7 @@ class Launcher:
             with self._signals():
                 return self._keep()
         finally:
+            self._spare.end()
             os.close(lock)
 
     def _keep(self) -> int:
@@ -240,7 +273,7 @@ class Launcher:
     def _live(self, epoch: Epoch) -> Death | None:
         """One epoch, from torchrun's start until no process of it is left; None if the end was an orderly one."""
         command = torchrun_command(self._group, epoch.number)
-        torchrun = spawn(command, env=torchrun_environment(self._group.ranks, os.environ), stdin=subprocess.DEVNULL)
+        torchrun = self._spare.run(command)
         pidfd = os.pidfd_open(torchrun.pid)
         ranks = Ranks(epoch)
         epoch.log(logging.INFO, "starts: %d ranks under torchrun, pid %d", self._group.ranks, torchrun.pid)
@@ -251,6 +284,8 @@ class Launcher:
                 ranks.look()
                 lifeline.reap_orphans(but=torchrun.pid)
                 reason = epoch.look(time.monotonic(), self._stop)
+                if epoch.ready is not None and time.monotonic() >= epoch.ready + SPARE_AFTER:
+                    self._spare.prepare()
         finally:
             os.close(pidfd)
             ranks.close()

@@ -14,7 +14,7 @@ import torch.distributed as dist
 KEEP = 512 << 20
 """Bytes of receive buffers that rank 0 holds on to for later steps."""
 CHUNK = 8 << 20
-"""Bytes a rank gives to one all_gather of the staged round; the device holds `1 + world` times as many."""
+"""Bytes a rank gives to one all_gather over NCCL; the device holds `1 + world` times as many."""
 
 Array = np.ndarray[Any, np.dtype[np.uint8]]
 Places = Sequence[range]
@@ -88,7 +88,7 @@ class Gloo:
         return _Works([dist.isend(_tensor(segment), 0) for segment in sending])
 
     def receive(self, rank: int, places: Places) -> tuple[memoryview, Pending]:
-        buffer = self._pool.take(places[-1].stop if places else 0)
+        buffer = self._pool.take(extent(places))
         whole = torch.from_numpy(np.asarray(buffer))
         return buffer, _Works([dist.irecv(whole[p.start : p.stop], rank) for p in places])
 
@@ -97,8 +97,9 @@ class Nccl(Gloo):
     """The first round as on gloo, so that small results never touch the device; the second over NCCL, in all_gathers
     of equal chunks through pinned memory and a stream of its own.
 
-    Every buffer of the device is made here, so that nothing is allocated on it in a step. Only host memory is sent,
-    so the stream need not wait for the model's: whoever encoded a tensor of the device has waited for it already.
+    Every buffer of the device is made with it, so that nothing is allocated there in a step: all ranks make theirs at
+    the same time. Only host memory is sent, so the stream need not wait for the model's: whoever encoded a tensor of
+    the device has waited for it already.
     """
 
     kind = 1
@@ -114,6 +115,8 @@ class Nccl(Gloo):
         self._mine = torch.empty(chunk, dtype=torch.uint8, device=device)
         self._all = torch.empty(chunk * self.world, dtype=torch.uint8, device=device)
         self._pool = Pool(KEEP, self._pinned)
+        if self._cuda:  # the first one makes the communicator: here, not in a step
+            _all_gather(self._all[: self.world], self._mine[:1])
 
     def second(self, sending: Sequence[Array], places: Sequence[Places]) -> list[memoryview]:
         buffers = [] if self.rank else [self._pool.take(extent(p)) for p in places]
