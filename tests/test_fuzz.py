@@ -1,0 +1,84 @@
+"""Whatever is POSTed gets an answer that the API knows, and the service goes on; for minutes in `make test-long`."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.service import Service
+
+KNOWN = {200, 207, 400, 406, 413, 415, 422, 500}
+TYPES = ["application/json", "application/x-npy", "application/json; charset=utf-8", "text/plain", ""]
+ACCEPTS = ["*/*", "application/json", "application/x-npy", "application/x-npy;q=0.5, */*;q=0.1", "image/png", ";;q="]
+SHORT = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+LONG = settings(SHORT, max_examples=20_000)
+
+scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
+values = st.recursive(scalars, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=30)
+documents = st.fixed_dictionaries({"inputs": st.lists(values) | values}, optional={"parameters": values, "x": values})
+
+
+@st.composite
+def arrays(draw: st.DrawFn) -> bytes:
+    shape = tuple(draw(st.lists(st.integers(0, 5), max_size=3)))
+    file = io.BytesIO()
+    np.save(file, np.zeros(shape, draw(st.sampled_from(["f4", ">f8", "i2", "u1", "?", "c8", "S3", "f2"]))))
+    return file.getvalue()
+
+
+@st.composite
+def bodies(draw: st.DrawFn) -> bytes:
+    """JSON, npy or noise, some of it cut, doubled or with bytes changed."""
+    body = draw(documents.map(lambda value: json.dumps(value).encode()) | arrays() | st.binary(max_size=200))
+    for _ in range(draw(st.integers(0, 3))):
+        at = draw(st.integers(0, len(body)))
+        body = draw(
+            st.sampled_from(
+                [body[:at], body[:at] + body, body[:at] + bytes([draw(st.integers(0, 255))]) + body[at + 1 :]]
+            )
+        )
+    return body
+
+
+def check(service: Service, body: bytes, content_type: str, accept: str) -> None:
+    answer = service.client.post("/infer", content=body, headers={"content-type": content_type, "accept": accept})
+    assert answer.status_code in KNOWN, (answer.status_code, answer.text)
+    if answer.status_code >= 400:
+        assert answer.headers["content-type"] == "application/problem+json"
+        assert answer.json()["detail"]
+    elif answer.headers["content-type"] == "application/json":
+        json.loads(answer.text, parse_constant=pytest.fail)
+    else:
+        np.load(io.BytesIO(answer.content), allow_pickle=False)
+
+
+@SHORT
+@given(bodies(), st.sampled_from(TYPES), st.sampled_from(ACCEPTS))
+def test_any_body_gets_a_known_answer(obedient: Service, body: bytes, content_type: str, accept: str) -> None:
+    check(obedient, body, content_type, accept)
+
+
+@SHORT
+@given(bodies(), st.sampled_from(TYPES), st.sampled_from(ACCEPTS))
+def test_any_body_for_a_tensor_model_gets_a_known_answer(
+    double: Service, body: bytes, content_type: str, accept: str
+) -> None:
+    check(double, body, content_type, accept)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@LONG
+@given(bodies(), st.sampled_from(TYPES), st.sampled_from(ACCEPTS))
+def test_any_body_gets_a_known_answer_for_minutes(
+    obedient: Service, double: Service, body: bytes, content_type: str, accept: str
+) -> None:
+    pids = obedient.pids()
+    check(obedient, body, content_type, accept)
+    check(double, body, content_type, accept)
+    assert obedient.pids() == pids
