@@ -263,17 +263,21 @@ def test_clients_that_hang_up_free_their_queued_items(obedient: Service) -> None
     before = obedient.metric("phalanx_step_items_sum")
     body = json.dumps({"inputs": ["hung up"]}).encode()
     head = b"POST /infer HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        blocker = pool.submit(obedient.outputs, ["blocker"], parameters={"sleep": 1.0})
-        until(lambda: obedient.info()["queue"]["items"] == 1)
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        # one step that runs and one that waits on the ranks' side: the rest is queued
+        blockers = []
+        for n in (1, 2):
+            blockers.append(pool.submit(obedient.outputs, ["blocker"], parameters={"sleep": 1.0}))
+            until(lambda n=n: obedient.info()["queue"]["items"] == n)
+        until(lambda: obedient.info()["queue"]["waiting_items"] == 0)
         sockets = [socket.create_connection(("127.0.0.1", obedient.port)) for _ in range(19)]
         for sock in sockets:
             sock.sendall(head % len(body) + body)
         stays = pool.submit(obedient.outputs, ["stays"])
-        until(lambda: obedient.info()["queue"]["items"] == 21)
+        until(lambda: obedient.info()["queue"]["waiting_items"] == 20, 1)
         for sock in sockets:
             sock.close()
-        until(lambda: obedient.info()["queue"]["items"] == 2, 1)
-        assert blocker.result() == ["blocker"]
+        until(lambda: obedient.info()["queue"]["waiting_items"] == 1, 1)
+        assert [blocker.result() for blocker in blockers] == [["blocker"]] * 2
         assert stays.result() == ["stays"]
-    assert obedient.metric("phalanx_step_items_sum") - before <= 1 + 1 + 3
+    assert obedient.metric("phalanx_step_items_sum") - before <= 2 + 3

@@ -107,8 +107,10 @@ class Epoch:
             return Death("fenced", f"fenced by the front end: {self._text('fenced')}", ready_for)
         if code < 0 and killed_for is None:
             return Death("supervisor", f"torchrun died of {signal.Signals(-code).name}", ready_for)
-        if self.ended:
-            return Death("rank", next(iter(self.ended.values())), ready_for)
+        # torchrun sends SIGTERM to those that are left: that tells of no cause
+        first = next((text for text in self.ended.values() if not text.endswith("SIGTERM")), None)
+        if first is not None:
+            return Death("rank", first, ready_for)
         return Death("supervisor", killed_for or f"torchrun exited with {code}, and no rank said why", ready_for)
 
     def post_mortem(self, death: Death) -> str:
