@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from workers.errors import ModelLoadError, StartError
+from workers.lifeline import UNSEEN
 
 logger = logging.getLogger("workers")
 
@@ -108,7 +109,8 @@ class Epoch:
         if code < 0 and killed_for is None:
             return Death("supervisor", f"torchrun died of {signal.Signals(-code).name}", ready_for)
         # torchrun sends SIGTERM to those that are left: that tells of no cause
-        first = next((text for text in self.ended.values() if not text.endswith("SIGTERM")), None)
+        telling = (text for text in self.ended.values() if not text.endswith(("SIGTERM", UNSEEN)))
+        first = next(telling, None)
         if first is not None:
             return Death("rank", first, ready_for)
         return Death("supervisor", killed_for or f"torchrun exited with {code}, and no rank said why", ready_for)

@@ -27,6 +27,7 @@ from typing import NoReturn
 PARENT = "LIFELINE_PARENT"  # in the environment: the pid that a spawned process's children must have as parent
 BACKSTOP = 2.0  # seconds after the deadline at which faulthandler ends a rank that nobody else could
 STACKS = 0.1  # seconds that the peers have to write their stacks before they are killed; a dump takes 1.5 ms
+UNSEEN = "nobody saw how"
 STACKS_IN_PASSING = 0.02  # likewise, where the cause is known without them
 SECOND_HAND = 0.02  # seconds in which a dead peer shows whose connection broke: its sockets close first
 TICK = 0.1  # seconds between two looks at the deadline; a peer's death wakes the thread at once
@@ -229,10 +230,10 @@ class Lifeline:
 
 
 def how_it_ended(pid: int) -> str:
-    """Of a process that has ended and whose parent has not asked yet; "nobody saw how" where that is over."""
+    """Of a process that has ended and whose parent has not asked yet; UNSEEN where that is over."""
     stat = process_stat(pid)
     if stat is None or stat[0] != "Z":
-        return "nobody saw how"
+        return UNSEEN
     code = os.waitstatus_to_exitcode(int(stat[49]))
     return f"exited with {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
 
