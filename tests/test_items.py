@@ -35,9 +35,9 @@ def decoded(*texts: str, spec: TensorSpec | None) -> Decoded:
     return items.decode(b",".join(raws), [len(raw) for raw in raws], Form("json", "json"), spec)
 
 
-def why(text: str, spec: TensorSpec | None) -> PhalanxError:
+def why(text: str, spec: TensorSpec | None, good: str | None = None) -> PhalanxError:
     """Why an item between two good ones is refused; they must not suffer from it."""
-    good = zeros(spec)
+    good = good or zeros(spec)
     got = decoded(good, text, good, spec=spec)
     assert got.index == [0, 2]
     assert list(got.failures) == [1]
@@ -232,12 +232,14 @@ def test_a_refusal_says_what_is_wrong(dtype: str, shape: tuple[int | None, ...],
     assert len(error.detail) < 200
 
 
-def test_a_number_outside_the_bounds_of_the_spec_is_refused_with_the_bound() -> None:
+def test_a_number_outside_the_bounds_of_the_spec_is_refused_with_the_bounds() -> None:
     spec = TensorSpec("float32", (2,), minimum=0, maximum=16)
-    assert "above 16" in why("[0,16.5]", spec).detail
-    assert "below 0" in why("[-0.25,0]", spec).detail
+    assert "outside 0..16" in why("[0,16.5]", spec).detail
+    assert "outside 0..16" in why("[-0.25,0]", spec).detail
     assert decoded("[0,16]", spec=spec).index == [0]
-    assert "above 16" in why("[17]", TensorSpec("uint8", (1,), maximum=16)).detail
+    assert "outside -inf..16" in why("[17]", TensorSpec("uint8", (1,), maximum=16)).detail
+    assert "outside 0.5..inf" in why("[0.25]", TensorSpec("float16", (None,), minimum=0.5), good="[1]").detail
+    assert "finite" in why("[1e39]", TensorSpec("float32", (1,), maximum=16)).detail
 
 
 def test_sizes_that_are_free_must_be_equal_within_a_step() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 
-from workers import model
 from workers.errors import InvalidParameters, ModelLoadError
 from workers.model import Model, TensorSpec, load, said
 
@@ -113,20 +111,6 @@ def test_a_users_own_workers_and_app_do_not_shadow_ours(write: Callable[..., Pat
     assert sys.path[-1] == str(tmp_path)
     for package, spec in ours.items():
         assert importlib.util.find_spec(package).origin == spec.origin  # type: ignore[union-attr]
-
-
-def test_the_same_holds_in_a_fresh_interpreter_that_stands_in_the_users_folder(
-    write: Callable[..., Path], tmp_path: Path
-) -> None:
-    for package in ("workers", "app"):
-        write("raise SystemExit('the wrong package')", f"{package}/__init__.py")
-    write(f"import app\nfrom workers.model import TensorSpec\n{GOOD}")
-    code = "import torch; from workers.model import load; print(load('mine.py:Echo', torch.device('cpu')).name)"
-    environment = {"PYTHONSAFEPATH": "1", "PYTHONPATH": str(Path(model.__file__).parents[1]), "PATH": ""}
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
-    )
-    assert (done.stdout, done.stderr) == ("Echo\n", "")
 
 
 def test_a_dataclass_in_a_file_can_find_its_module(write: Callable[..., Path]) -> None:

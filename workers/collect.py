@@ -25,7 +25,7 @@ from workers.wire import shares
 __all__ = ["Collector", "Desynchronised", "Part", "shares"]
 
 INLINE = 32 << 10
-"""Bytes of a frame behind its header: the lengths of the segments, then the pickle if it fits."""
+"""Bytes of a frame behind its header: the whole part; or the lengths of its segments, and the pickle if it fits."""
 CAP = 1 << 30
 """Bytes one rank may send in a step, unless a collector is told otherwise."""
 
@@ -52,8 +52,9 @@ class Collector:
     """The collect of the default process group, or of this process alone where none is initialised.
 
     Rank 0's own part is kept by reference and never encoded. On the other ranks the large buffers of a value are sent
-    from where they lie: until `collect` returns, nobody may write to them. On rank 0 what is large in a part is a
-    view of a receive buffer, which is used again only when the last such view is gone.
+    from where they lie: until `collect` returns, nobody may write to them. On rank 0 the arrays, tensors and
+    memoryviews of a part, but for small ones, are views of its receive buffer, which is used again when the last of
+    them is gone.
     """
 
     def __init__(
@@ -140,19 +141,25 @@ class Collector:
     def _write(self, status: int, packed: Packed, claim: _Claim) -> list[Array]:
         """Make this rank's frame; returns the segments left for the second round."""
         head, body = sum(map(len, packed.head)), segments(packed.body, ALIGN)
-        inline = _fits(head, len(body))
-        sending = _arrays(body if inline else segments(packed.head, 1) + body)
+        total = head + sum(map(len, body))
+        inline: Sequence[Buffer]
+        if total <= INLINE:
+            inline, sending = [*packed.head, *body], []
+        elif _fits(head, len(body)):
+            inline, sending = packed.head, body
+        else:
+            inline, sending = [], segments(packed.head, 1) + body
         lengths = [len(segment) for segment in sending]
         who = status, self._transport.kind, self._rank, self._world, len(lengths), self._epoch
-        _HEADER.pack_into(self._frame, 0, _MAGIC, *who, *claim, head, sum(lengths))
+        _HEADER.pack_into(self._frame, 0, _MAGIC, *who, *claim, head, total)
         at = _HEADER.size
-        for piece in (struct.pack(f"<{len(lengths)}q", *lengths), *(packed.head if inline else ())):
+        for piece in (struct.pack(f"<{len(lengths)}q", *lengths), *inline):
             self._frame[at : at + len(piece)] = piece
             at += len(piece)
         if at < self._filled:  # nothing of an earlier step travels
             self._frame[at : self._filled] = bytes(self._filled - at)
         self._filled = at
-        return sending
+        return _arrays(sending)
 
     def _first_round(self, claim: _Claim) -> list[_Header]:
         """Exchange the frames and check every header: the same outcome on every rank."""
@@ -165,7 +172,8 @@ class Collector:
         shared = self._transport.kind, self._world, self._epoch, claim.step, claim.size
         for r, h in enumerate(headers):
             same = (h.kind, h.world, h.epoch, h.step, h.size) == shared
-            if h.magic != _MAGIC or h.rank != r or not same or sum(h.lengths) != h.total:
+            whole = h.total - (h.head if _fits(h.head, h.segments) else 0)
+            if h.magic != _MAGIC or h.rank != r or not same or (h.segments and sum(h.lengths) != whole):
                 said = (f"{h.rank} of {h.world} at epoch {h.epoch}, step {h.step}, {h.size} items" for h in headers)
                 raise Desynchronised(f"the ranks are not in the same step: {'; '.join(said)}")
         return headers
@@ -188,6 +196,8 @@ class Collector:
                 head = self._frames[at : at + h.head]
                 if h.status == ERROR:
                     raise Broken(str(head, "utf-8", "replace"))
+                if not h.segments:  # a copy: the frame is used again, whoever looks at it
+                    buffer = memoryview(bytearray(self._frames[at + h.head : at + h.total]))
                 value = unpack(head, buffer)
             else:
                 value = unpack(buffer[: h.head], buffer[aligned(h.head) :])
@@ -212,7 +222,10 @@ class _Claim(NamedTuple):
 
 
 class _Header(NamedTuple):
-    """What a rank says of its part: 64 bytes, and the length of each segment of the second round, in bytes."""
+    """What a rank says of its part: 64 bytes, and behind them the length of each segment of the second round.
+
+    `head` and `total` (head and body) are bytes. A part without segments is in the frame as a whole.
+    """
 
     magic: bytes
     status: int

@@ -14,9 +14,8 @@ import torch
 
 ALIGN = 64
 """Bytes: the buffers of a body start at multiples of it, so that arrays over them are aligned as any others are."""
-OUT_OF_BAND = 32 << 10
-"""Bytes from which a buffer is kept out of the pickle, so that it is decoded without a copy; a smaller one may fit a
-frame with its pickle, which is worth more."""
+OUT_OF_BAND = 8 << 10
+"""Bytes from which a buffer is kept out of the pickle and decoded without a copy; less is copied for less."""
 LARGE = 1 << 20
 """Bytes from which a buffer is a segment by itself, so that it is sent without a copy."""
 MAX_LARGE = 256
@@ -208,9 +207,11 @@ def _reduce_storage(storage: Any) -> Any:
 
 
 def _reduce_array(array: np.ndarray[Any, Any]) -> Any:
-    if array.dtype.kind not in "biufc" or array.flags.fnc:
+    dtype, flags = array.dtype, array.flags
+    if dtype.kind not in "biufc" or flags.fnc:
         return array.__reduce_ex__(5)
-    return np.ndarray, (array.shape, array.dtype, _buffer(np.ascontiguousarray(array).data))
+    view = array.data if flags.c_contiguous else np.ascontiguousarray(array).data
+    return np.ndarray, (array.shape, dtype, _buffer(view))
 
 
 def _buffer(view: memoryview) -> pickle.PickleBuffer | bytearray:

@@ -22,7 +22,7 @@ from workers.lifeline import die_with_parent
 from workers.rounds import Gloo, Nccl
 
 KB, MB = 1 << 10, 1 << 20
-CAP = 10 * MB
+CAP = 12 * MB
 EVERY_SIZE = [0, 1, 100, 5_000, 31 * KB, 32 * KB - 40, 32 * KB, 33 * KB, 100_000, MB - 1, MB, MB + 1, 3 * MB, 5 * MB]
 
 
@@ -75,7 +75,7 @@ BAD = {  # what goes wrong: the value, and what its part says; rank 0's own valu
     "unspeakable": (lambda rng: Raises(Unspeakable()), "the result cannot be sent: Unspeakable: (its text cannot be"),
     "too deep": (lambda rng: deep(), "the result cannot be sent: RecursionError"),
     "over the cap": (lambda rng: bytes(CAP + 1), f"more than the {CAP} bytes"),
-    "arrays over the cap": (lambda rng: [np.zeros(MB, np.uint8) for _ in range(11)], f"more than the {CAP} bytes"),
+    "arrays over the cap": (lambda rng: [np.zeros(MB, np.uint8) for _ in range(13)], f"more than the {CAP} bytes"),
     "floats over the cap": (lambda rng: [i / 7 for i in range(CAP // 9)], f"more than the {CAP} bytes"),
     "unreadable after much": (lambda rng: (much(), Unreadable()), "the result cannot be read: ValueError: not to"),
     "unreadable": (lambda rng: Unreadable(), "the result cannot be read: ValueError: not to be read"),
@@ -100,7 +100,7 @@ def good(rng: random.Random) -> Any:
         "strided": lambda: array[: n // 2 * 2].reshape(-1, 2).T,
         "tensors": lambda: [torch.from_numpy(array), torch.from_numpy(array[: n // 8]).to(torch.bfloat16)],
         "rows": lambda: list(torch.arange(n // 4, dtype=torch.float32)[: n // 32 * 8].view(8, -1)),
-        "much": lambda: (much(), array, [{"n": i} for i in range(n // 10)], array[: n // 2], None),
+        "much": lambda: (much(), array, [{"n": i} for i in range(n // 40)], array[: n // 2], None),
         "text": lambda: "é" * (n // 2),
         "mixed": lambda: {"a": array, 1: (torch.from_numpy(array)[: n // 2], None, [array.tobytes()[: n // 3]])},
     }
