@@ -198,6 +198,16 @@ def test_a_whole_number_stands_for_itself_in_a_float_tensor_and_minus_zero_is_ze
     assert got.values.tolist() == [[0.0, 9007199254740992.0]]
 
 
+@pytest.mark.parametrize("dtype", "int8 int16 int32 int64 uint8 uint16 uint32 uint64".split())
+def test_whole_numbers_fit_from_the_least_to_the_greatest_and_no_further(dtype: str) -> None:
+    limits = torch.iinfo(getattr(torch, dtype))
+    least, greatest = limits.min, limits.max  # type: ignore[attr-defined]
+    got = decoded(*map(str, (least, least - 1, greatest, greatest + 1)), spec=TensorSpec(dtype, ()))
+    assert got.values.tolist() == [least, greatest]
+    assert got.values.dtype is getattr(torch, dtype)
+    assert got.index == [0, 2]
+
+
 @pytest.mark.parametrize(
     ("dtype", "shape", "text", "names"),
     [

@@ -246,7 +246,7 @@ def test_none_is_an_example_and_no_example_is_none() -> None:
 
 
 def test_the_services_batch_size_goes_before_the_models() -> None:
-    assert Model("Made", made(max_batch_size=7)).max_batch_size == 7
+    assert Model("Made", made(max_batch_size=1)).max_batch_size == 1
     assert Model("Made", made(max_batch_size=7), 3).max_batch_size == 3
 
 
