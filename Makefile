@@ -2,8 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PORT ?= 8000
-MODEL ?= digits
+PORT ?= $(or $(PHALANX_PORT),8000)
+MODEL ?= $(or $(PHALANX_MODEL),digits)
 ifdef RANKS
 export PHALANX_RANKS := $(RANKS)
 endif
@@ -36,7 +36,7 @@ $(VENV)/bin/python:
 
 # pip, not uv: pip finds a CPU build of torch where one is offered
 $(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
-	@echo "Installing Phalanx into $(VENV) (once) ..."
+	@echo "Installing Phalanx and PyTorch into $(VENV): once, a few minutes ..."
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
 	@touch $@
 

@@ -33,6 +33,7 @@ TICK = 0.25  # seconds between two looks at canaries
 IDLE = 1.0  # seconds after a step at which an idle group gets a canary
 CANARY_TIMEOUT = 2.0  # seconds, at least
 CANARY_FACTOR = 5  # times the group's own warm-up step
+MISSING = 1.0  # seconds that a group whose connection closed has to say HELLO again
 FENCE_DELAY = 0.5  # seconds
 PROBES = (0.0, 0.02, 0.2)  # seconds after a disconnect: the socket may learn of it later than its monitor
 
@@ -151,7 +152,7 @@ class Dispatcher:
         self._feeding = False
         now = time.monotonic()
         for group in list(self.groups.values()):
-            while not group.leaving and len(group.flights) < IN_FLIGHT:
+            while not (group.leaving or group.missing) and len(group.flights) < IN_FLIGHT:
                 flights = group.flights.values()
                 if any(flight.batch and flight.batch.strikes for flight in flights):
                     break  # a suspect runs alone
@@ -177,7 +178,7 @@ class Dispatcher:
             if batch is not None:
                 self._batcher.put_back([batch], strike=False)
             if sent is Sent.GONE:
-                self._lost(group, "it cannot be reached")
+                self._disconnected()
             else:
                 self._loop.call_later(TICK, self._feed_soon)
             return False
@@ -223,6 +224,7 @@ class Dispatcher:
         if group is not None:  # the connection was lost for a while, and with it perhaps a step
             log.warning("%s said HELLO again", group.name)
             self._requeue(group, strike=False)
+            group.missing = False
             group.hello = hello
         else:
             if (old := self.groups.get(hello.group)) is not None:
@@ -261,8 +263,14 @@ class Dispatcher:
     def _probe(self) -> None:
         """The queue does not say whose connection it was: whoever cannot be reached is gone."""
         for group in list(self.groups.values()):
-            if self._queue.send(group.identity, Ping()) is Sent.GONE:
-                self._lost(group, "its connection closed")
+            if not group.missing and self._queue.send(group.identity, Ping()) is Sent.GONE:
+                group.missing = True
+                self._loop.call_later(MISSING, self._give_up, group)
+
+    def _give_up(self, group: Group) -> None:
+        """A front end that was paused finds its connections closed; ranks that live say HELLO again at once."""
+        if group.missing:
+            self._lost(group, "its connection closed")
 
     def _lost(self, group: Group, why: str) -> None:
         """A group has died, is late or has left: it is fenced, and what it held runs elsewhere, at the head."""
@@ -325,5 +333,5 @@ class Dispatcher:
         """Canaries: a group that nothing else proves alive runs its own example."""
         self._ticker = self._loop.call_later(TICK, self._tick)
         for group in list(self.groups.values()):
-            if not group.flights and not group.leaving and time.monotonic() - group.last_step >= IDLE:
+            if not (group.flights or group.leaving or group.missing) and time.monotonic() - group.last_step >= IDLE:
                 self._send(group, None)

@@ -35,6 +35,7 @@ class Group:
     last_step: float = field(default_factory=time.monotonic)  # its HELLO follows a step through the whole path
     canary_failure: str | None = None
     leaving: bool = False
+    missing: bool = False  # its connection has closed, and it has not said HELLO again
     ended_by: str = ""
 
     @property
@@ -44,6 +45,8 @@ class Group:
     def unreadiness(self, now: float) -> str | None:
         """Why it would not answer now; None when it would."""
         running = any(now < flight.expires for flight in self.flights.values())
+        if self.missing:
+            return f"{self.name}: its connection closed"
         if self.leaving:
             return f"{self.name} is leaving"
         if self.canary_failure:

@@ -131,23 +131,25 @@ class Infer:
 def _write(request: Request, request_id: str, returns: Encoding, began: float) -> Answer:
     headers: Headers = [(b"server-timing", _timing(request, began))]
     if request.size and len(request.failures) == request.size:
-        return _all_failed(request, request_id, headers)
+        return _all_failed(request.failures, request_id, headers)
     if returns == "npy" and not request.failures:
         body, media = codecs.join_npy(request.spans), codecs.MEDIA_TYPES["npy"]
         status = 200
     else:
         failures = dict(request.failures)
         body, media = codecs.join_json(request_id, request.spans, failures, returns), codecs.MEDIA_TYPES["json"]
+        if failures and len(failures) == request.size:  # the last of them came to light as they took the JSON form
+            return _all_failed(failures, request_id, headers)
         status = 207 if failures else 200
     headers += [(b"content-type", media.encode()), (b"content-length", b"%d" % len(body))]
     return status, headers, body
 
 
-def _all_failed(request: Request, request_id: str, headers: Headers) -> Answer:
+def _all_failed(failures: dict[int, PhalanxError], request_id: str, headers: Headers) -> Answer:
     """No item succeeded: 422 where every failure is the client's, else 500."""
-    errors = list(request.failures.values())
+    errors = list(failures.values())
     worst = next((error for error in errors if error.status != InvalidItem.status), errors[0])
-    status, own, body = problem(worst, request_id, errors=codecs.describe(request.failures))
+    status, own, body = problem(worst, request_id, errors=codecs.describe(failures))
     return status, headers + own, body
 
 

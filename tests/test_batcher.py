@@ -384,7 +384,7 @@ class Machine(RuleBasedStateMachine):
 
 TestWhateverHappens = Machine.TestCase
 TestWhateverHappens.settings = settings(
-    deadline=None, max_examples=50, stateful_step_count=40, report_multiple_bugs=False
+    deadline=None, max_examples=35, stateful_step_count=40, report_multiple_bugs=False
 )
 
 

@@ -388,7 +388,7 @@ class Echo:
         return spans
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=50)
 @given(st.data())
 def test_bodies_cut_into_any_pieces_over_any_ranks_join_to_the_same_items(data: st.DataObject) -> None:
     sizes = data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=4))

@@ -87,9 +87,8 @@ def test_a_rank_that_dies_is_noticed_in_the_next_collect_and_the_collector_stays
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("kind", ["gloo", "nccl"])
-def test_four_hundred_random_steps(ranks: int, kind: str) -> None:
+@pytest.mark.parametrize(("kind", "ranks"), [("gloo", 2), ("gloo", 3), ("gloo", 4), ("nccl", 3)])
+def test_four_hundred_random_steps(kind: str, ranks: int) -> None:
     scene = f"chaos 400 {ranks} {kind}"
     assert play(ranks, scene, timeout=590)[scene].startswith("400 steps")
 

@@ -10,6 +10,7 @@ import random
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -148,6 +149,21 @@ def test_a_rank_that_is_stopped_while_idle_is_noticed_and_replaced(rank: int, fr
     assert fragile.client.get("/livez").status_code == 200
     assert fragile.outputs([1, 2, 3]) == [1, 2, 3]
     until(lambda: not any(map(alive, pids)), 5, "the old ranks are gone")
+
+
+@pytest.mark.long
+def test_a_front_end_that_is_paused_keeps_its_group(obedient: Service) -> None:
+    pids = obedient.pids()
+    [front_end] = [
+        pid for pid in descendants(obedient.process.pid) if b"app.cli\0app" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
+    os.kill(front_end, signal.SIGSTOP)
+    paused = time.monotonic()
+    until(lambda: time.monotonic() - paused > 4, 5)  # longer than its heartbeats may be late
+    os.kill(front_end, signal.SIGCONT)
+    until(obedient.ready, 10)
+    assert obedient.outputs([1, 2]) == [1, 2]
+    assert obedient.pids() == pids
 
 
 @pytest.mark.long

@@ -332,7 +332,7 @@ def test_parameters_that_are_no_json_within_the_limits_are_malformed(parameters:
 # ---- micro-batches and bisection
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=50)
 @given(st.data())
 def test_exactly_the_items_that_raise_fail_and_no_batch_is_too_large(data: st.DataObject) -> None:
     n = data.draw(st.integers(0, 40))
@@ -516,6 +516,40 @@ def test_predict_may_empty_the_list_that_it_gets() -> None:
         return results
 
     assert run(model(predict), ["a", "bad", "b", "c"]).outputs == ["a", None, "b", "c"]
+
+
+def test_what_predict_did_to_items_before_it_raised_is_not_seen_when_they_run_again() -> None:
+    def predict(items: Any) -> Any:
+        for item in items:
+            item["x"] *= 2
+            if item["x"] < 0:
+                raise ValueError("negative")
+        return [item["x"] for item in items]
+
+    values = [{"x": 1}] * 6 + [{"x": -1}] + [{"x": 1}] * 7
+    assert run(model(predict), values).outputs == [2] * 6 + [None] + [2] * 7
+    doubled = model(predict, preprocess=lambda self, item: {"x": 10 * item["x"]})
+    assert run(doubled, values).outputs == [20] * 6 + [None] + [20] * 7
+
+
+def test_what_predict_did_to_its_parameters_is_not_seen_by_the_next_forward() -> None:
+    def predict(items: Any, nest: Any) -> Any:
+        nest.append(1)
+        if -1 in items:
+            raise ValueError("negative")
+        return [len(nest)] * len(items)
+
+    assert run(model(predict), [1, 1, 1, -1, 1], parameters={"nest": []}).outputs == [1, 1, 1, None, 1]
+
+
+@pytest.mark.parametrize("error", [SystemExit(0), GeneratorExit()])
+def test_an_exit_in_a_model_is_that_items_error(error: BaseException) -> None:
+    def predict(items: Any) -> Any:
+        if "out" in items:
+            raise error
+        return items
+
+    assert run(model(predict), ["a", "out", "b"]).outputs == ["a", None, "b"]
 
 
 # ---- errors with a text of their own

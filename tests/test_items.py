@@ -164,7 +164,7 @@ def steps(draw: st.DrawFn) -> tuple[list[str], TensorSpec]:
     return [one() for _ in range(draw(st.integers(1, 4)))], spec
 
 
-@settings(deadline=None, max_examples=250)
+@settings(deadline=None, max_examples=150)
 @given(steps())
 @example((["[[1,2],[3]]", "[[1,2],[3,4]]"], TensorSpec("float32", (2, 2))))
 @example((["[[1],[2,3]]", "[[1,2,3]]"], TensorSpec("float32", (None, None))))

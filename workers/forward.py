@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -15,7 +15,7 @@ from workers import items
 from workers.errors import GroupError, InvalidItem, InvalidParameters, ModelError, PhalanxError
 from workers.items import Encoded, Failures
 from workers.model import NO_EXAMPLE, Model, said
-from workers.wire import Buffer, Form
+from workers.wire import Buffer, Form, offsets
 
 log = logging.getLogger("workers")
 
@@ -42,8 +42,17 @@ class Forward:
         except PhalanxError as error:
             refused: Failures = dict.fromkeys(range(size), error)
             return items.encode([], refused, size, form.returns), refused
-        decoded = items.decode(frame, lengths, form, self.model.inputs)
-        return self._finish(decoded.values, decoded.index, decoded.failures, size, form, parameters, patience)
+
+        def decode(chosen: Sequence[int]) -> items.Decoded:
+            """Made anew each time: predict may have written into the last."""
+            if len(chosen) == size:
+                return items.decode(frame, lengths, form, self.model.inputs)
+            slices = [memoryview(frame)[places[i] : places[i] + lengths[i]] for i in chosen]
+            part = (b"," if form.accepts == "json" else b"").join(slices)
+            return items.decode(part, [lengths[i] for i in chosen], form, self.model.inputs)
+
+        places = offsets(lengths, form.accepts)
+        return self._finish(decode, size, form, parameters, patience)
 
     def run_example(self, patience: float) -> tuple[Encoded, Failures]:
         """The model's example as a shard of one item, as JSON; no items where the model has none."""
@@ -57,20 +66,25 @@ class Forward:
             if failures:
                 return text, failures
             return self.run(text.frame, text.lengths, form, patience)
-        return self._finish([copy.deepcopy(example)], [0], {}, 1, form, {}, patience)
+        return self._finish(lambda _: items.Decoded([copy.deepcopy(example)], [0]), 1, form, {}, patience)
 
     def _finish(
         self,
-        values: Values,
-        index: list[int],
-        failures: Failures,
+        decode: Callable[[Sequence[int]], items.Decoded],
         size: int,
         form: Form,
         parameters: dict[str, Any],
         patience: float,
     ) -> tuple[Encoded, Failures]:
-        values, index = self._preprocess(values, index, failures)
-        answers = _Answers(self.model, values, parameters, time.monotonic() + patience, self.device)
+        decoded = decode(range(size))
+        failures = decoded.failures
+        values, index = self._preprocess(decoded.values, decoded.index, failures)
+
+        def fresh(start: int, stop: int) -> Values:
+            again = decode(index[start:stop])
+            return self._preprocess(again.values, again.index, {})[0]
+
+        answers = _Answers(self.model, values, fresh, parameters, time.monotonic() + patience, self.device)
         answers.collect()
         for k, error in answers.errors.items():
             failures[index[k]] = error
@@ -82,7 +96,9 @@ class Forward:
             for k, result in answers.results():
                 try:
                     results[index[k]] = result if postprocess is None else postprocess(result)
-                except Exception as error:
+                except KeyboardInterrupt:
+                    raise
+                except BaseException as error:
                     failures[index[k]] = _model_error("postprocess", error)
         return items.encode(results, failures, size, form.returns), failures
 
@@ -96,7 +112,9 @@ class Forward:
                 kept.append(i)
             except (ValueError, TypeError) as error:
                 failures[i] = InvalidItem(said(error, kind=False))
-            except Exception as error:
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:
                 failures[i] = _model_error("preprocess", error)
         alike = ready and all(
             isinstance(value, torch.Tensor) and value.shape == ready[0].shape and value.dtype == ready[0].dtype
@@ -109,10 +127,17 @@ class _Answers:
     """The model's results for the items of a shard, found in micro-batches; of a batch that raises, by halving it."""
 
     def __init__(
-        self, model: Model, values: Values, parameters: dict[str, Any], give_up: float, device: torch.device
+        self,
+        model: Model,
+        values: Values,
+        fresh: Callable[[int, int], Values],
+        parameters: dict[str, Any],
+        give_up: float,
+        device: torch.device,
     ) -> None:
         self.model = model
         self.values = values
+        self.fresh = fresh  # values start to stop once more: the first forward that saw them may have changed them
         self.parameters = parameters
         self.give_up = give_up
         self.device = device
@@ -130,14 +155,14 @@ class _Answers:
 
     def collect(self) -> None:
         # a stack, so that the halves of a batch come before what follows it
-        waiting: list[tuple[int, int]] = [(0, len(self.values))]
+        waiting: list[tuple[int, int, bool]] = [(0, len(self.values), False)]
         while waiting:
-            start, stop = waiting.pop()
+            start, stop, seen = waiting.pop()
             if stop - start > self.micro_batch:
-                waiting += [(start + self.micro_batch, stop), (start, start + self.micro_batch)]
+                waiting += [(start + self.micro_batch, stop, seen), (start, start + self.micro_batch, seen)]
             elif stop > start:
                 try:
-                    self.parts.append((start, self._predict(start, stop)))
+                    self.parts.append((start, self._predict(start, stop, seen)))
                     continue
                 except torch.OutOfMemoryError as error:
                     halve, failed = True, _model_error("predict", error)
@@ -147,25 +172,29 @@ class _Answers:
                     halve, failed = time.monotonic() < self.give_up, ModelError(said(error, kind=False))
                 if halve and stop - start > 1:
                     middle = (start + stop) // 2
-                    waiting += [(middle, stop), (start, middle)]
+                    waiting += [(middle, stop, True), (start, middle, True)]
                 else:
                     self.errors.update(dict.fromkeys(range(start, stop), failed))
         if self.errors:
             log.warning("no result for %d of %d items: %s", len(self.errors), len(self.values), failed)
 
-    def _predict(self, start: int, stop: int) -> Results:
+    def _predict(self, start: int, stop: int, seen: bool) -> Results:
         try:
-            batch = self.values[start:stop]
+            batch = self.fresh(start, stop) if seen else self.values[start:stop]
+            if len(batch) != stop - start:
+                raise ModelError("preprocess refused on a second try what it had taken")
             if isinstance(batch, torch.Tensor):
                 batch = batch.to(self.device, copy=True)  # predict may write into it, raise, and get the items again
             with torch.inference_mode():
-                returned = self.model.predict(batch, **self.parameters)
+                returned = self.model.predict(batch, **copy.deepcopy(self.parameters))
                 results = _results(returned, stop - start, self.model.postprocess is not None)
         except (torch.OutOfMemoryError, ModelError):
             raise
         except torch.AcceleratorError as error:  # the device's context is gone: no later call would work
             raise GroupError(f"the device failed: {said(error)}") from error
-        except Exception as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # a SystemExit is no less an error of these items alone
             if stop - start == 1 and not self.errors:  # one stack a shard is enough
                 log.warning("predict raised", exc_info=True)
             raise _model_error("predict", error) from error
@@ -211,5 +240,5 @@ def _parameters(text: bytes) -> dict[str, Any]:
     return found
 
 
-def _model_error(where: str, error: Exception) -> ModelError:
+def _model_error(where: str, error: BaseException) -> ModelError:
     return ModelError(f"{where} raised {said(error)}")

@@ -299,8 +299,14 @@ def _json(result: Any) -> bytes:
     except (TypeError, ValueError, RecursionError) as error:
         why = said(error.__cause__ or error, kind=False)
         raise UnencodableResult(f"a result of type {type(result).__name__} has no JSON form: {why}") from error
-    if b"null" in text and not _finite(result):  # orjson writes null for NaN, which would be a lie
-        raise NonFiniteResult("the result holds NaN or infinity, which JSON cannot say; ask for application/x-npy")
+    if b"null" in text:  # which orjson writes for NaN too: that would be a lie
+        try:
+            finite = _finite(result)
+        except Exception as error:  # whatever a user's type brings about
+            why = said(error, kind=False)
+            raise UnencodableResult(f"a result of type {type(result).__name__} has no JSON form: {why}") from error
+        if not finite:
+            raise NonFiniteResult("the result holds NaN or infinity, which JSON cannot say; ask for application/x-npy")
     return text
 
 
@@ -318,7 +324,7 @@ def _finite(value: Any) -> bool:
     if isinstance(value, float | np.floating):
         return math.isfinite(value)
     if isinstance(value, torch.Tensor):
-        return bool(torch.isfinite(value).all())
+        return _finite(array(value))
     if isinstance(value, np.ndarray):
         return bool(np.isfinite(value).all()) if value.dtype.kind == "f" else _finite(value.tolist())
     if isinstance(value, dict):

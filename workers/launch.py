@@ -262,12 +262,13 @@ class Launcher:
                     rundir.remove(directory)
                 return 0
             path = rundir.keep_post_mortem(group.run_dir, directory.name, epoch.post_mortem(death))
-            epoch.log(logging.ERROR, "died: %s; more in %s", death.text, path)
             try:
-                self._sleep(self._restarts.after(death))
+                pause = self._restarts.after(death)
             except StartError as error:
                 epoch.log(logging.CRITICAL, "was the last: %s", error)
                 return error.exit_code
+            epoch.log(logging.ERROR, "died: %s; more in %s", death.text, path)
+            self._sleep(pause)
         return 0
 
     def _live(self, epoch: Epoch) -> Death | None:

@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
         Rank(flags, lifeline).run()
     except ModelLoadError as error:
-        log.error("%s", error)
+        log.error("%s", error, exc_info=error.__cause__)  # where in the user's code
         lifeline.fell("model", str(error))
     except Exception as error:
         log.exception("the rank fells its group")
