@@ -33,7 +33,7 @@ TICK = 0.25  # seconds between two looks at canaries
 IDLE = 1.0  # seconds after a step at which an idle group gets a canary
 CANARY_TIMEOUT = 2.0  # seconds, at least
 CANARY_FACTOR = 5  # times the group's own warm-up step
-MISSING = 1.0  # seconds that a group whose connection closed has to say HELLO again
+MISSING = 2.0  # seconds that a group whose connection closed has to say HELLO again
 FENCE_DELAY = 0.5  # seconds
 PROBES = (0.0, 0.02, 0.2)  # seconds after a disconnect: the socket may learn of it later than its monitor
 

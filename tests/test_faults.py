@@ -161,7 +161,7 @@ def test_a_front_end_that_is_paused_keeps_its_group(obedient: Service) -> None:
     paused = time.monotonic()
     until(lambda: time.monotonic() - paused > 4, 5)  # longer than its heartbeats may be late
     os.kill(front_end, signal.SIGCONT)
-    until(obedient.ready, 10)
+    obedient.wait_ready(20)
     assert obedient.outputs([1, 2]) == [1, 2]
     assert obedient.pids() == pids
 

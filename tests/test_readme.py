@@ -54,11 +54,16 @@ def test_the_sentiment_model_checks_as_the_readme_says(tmp_path: Path) -> None:
     (tmp_path / "sentiment.py").write_text(python_block("# sentiment.py"))
     [block] = [text for language, text in BLOCKS if language == "console" and "phalanx check" in text]
     command, *printed = block.splitlines()[:4]
+    *_, curl, answer = block.splitlines()
     phalanx = Path(sys.executable).with_name("phalanx")
     arguments = [phalanx, *shlex.split(command)[2:], "--ranks", "2", "--device", "cpu"]
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=60, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines() == printed
+    with serving("sentiment.py:Sentiment", ranks=2, cwd=tmp_path) as service:
+        here = curl[2:].replace(":8000", f":{service.port}")
+        done = subprocess.run(here, shell=True, capture_output=True, text=True, timeout=30)
+        assert shape(answer).fullmatch(done.stdout), done.stdout
 
 
 def test_the_tensor_model_answers_as_the_readme_says(tmp_path: Path) -> None:
