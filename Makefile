@@ -18,6 +18,7 @@ test: $(VENV)/.test ## the tests, under 8 minutes on 2 cores
 
 test-long: $(VENV)/.test ## every test, the long ones included
 	$(BIN)/python -m pytest -m "long or not long" --timeout 900
+	$(BIN)/python -m tests.bench.chaos --seconds 600
 
 check: $(VENV)/.test ## ruff and mypy
 	$(BIN)/ruff check .
