@@ -265,6 +265,7 @@ class Dispatcher:
         for group in list(self.groups.values()):
             if not group.missing and self._queue.send(group.identity, Ping()) is Sent.GONE:
                 group.missing = True
+                self._note_in_flight(group)
                 self._loop.call_later(MISSING, self._give_up, group)
 
     def _give_up(self, group: Group) -> None:
@@ -287,9 +288,7 @@ class Dispatcher:
             log.info("%s has left", group.name)
             return
         log.error("%s is given up: %s; in flight: %s", group.name, why, self._ids(group) or "nothing")
-        epoch_dir = self._epoch_dir(group.hello)
-        with contextlib.suppress(OSError):  # for the post-mortem
-            (epoch_dir / "in-flight").write_text(self._ids(group) or "none")
+        self._note_in_flight(group)
         self._fence(group.hello, why)
         self._requeue(group, strike=not group.leaving)
         self._feed_soon()
@@ -316,6 +315,11 @@ class Dispatcher:
                 (self._epoch_dir(hello) / "fenced").write_text(why)
 
         self._loop.call_later(FENCE_DELAY, write)
+
+    def _note_in_flight(self, group: Group) -> None:
+        """For the launcher's post-mortem, which is written within a second of a death."""
+        with contextlib.suppress(OSError):  # the launcher may have cleared the epoch away already
+            (self._epoch_dir(group.hello) / "in-flight").write_text(self._ids(group) or "none")
 
     def _epoch_dir(self, hello: Hello) -> Path:
         return self._run_dir / "epochs" / f"{hello.group}-{hello.epoch}"
