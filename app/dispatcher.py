@@ -49,6 +49,7 @@ class Dispatcher:
         self.session = secrets.token_hex(8)
         self.groups: dict[str, Group] = {}
         self.draining = False
+        self.restarts = 0  # groups that came after one that had ended
         self._last_lost: Group | None = None
         self._refusal = ""  # of a group that speaks another wire version
         self._settings = settings
@@ -231,6 +232,7 @@ class Dispatcher:
                 self._lost(old, f"superseded by epoch {hello.epoch}")
             self.groups[hello.group] = Group(identity, hello)
             self._refusal = ""
+            self.restarts += self._last_lost is not None
             self.metrics.epochs.inc()
             log.info("group %s epoch %d: %d ranks of %s", hello.group, hello.epoch, hello.world, hello.model.name)
             if self._on_ready is not None:

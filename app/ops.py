@@ -41,6 +41,7 @@ def routes(settings: Settings, dispatcher: Dispatcher, metrics: Metrics) -> APIR
             "name": "phalanx",
             "ready": dispatcher.unreadiness() is None,
             "groups": {name: _describe(group) for name, group in dispatcher.groups.items()},
+            "restarts": dispatcher.restarts,
             "last_death": dispatcher.last_death() or None,
             "limits": {
                 name: getattr(settings, name)

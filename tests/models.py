@@ -110,6 +110,8 @@ class Obedient:
                 time.sleep(1000)
             case "hang with the GIL":
                 sum(range(10**13))
+            case "allocate":
+                _ = [b"x" * 2**20 for _ in range(2**20)]
             case "exit from a thread":
                 threading.Thread(target=os._exit, args=(1,)).start()
                 time.sleep(1000)
@@ -130,6 +132,36 @@ class Heavy:
 
     def predict(self, items):
         return self.network(items)
+
+
+class Images:
+    """Memory-bound: the mean colour of an image, and a linear layer on it."""
+
+    inputs = TensorSpec("uint8", (3, 224, 224))
+    max_batch_size = 64
+
+    def __init__(self, device):
+        torch.manual_seed(0)
+        self.layer = torch.nn.Linear(3, 10).to(device)
+
+    def predict(self, items):
+        return self.layer(items.mean((2, 3), dtype=torch.float32))
+
+
+class Sleeper:
+    """A stand-in for a GPU: 20 ms a forward; its results are the seconds since the forward before."""
+
+    inputs = TensorSpec("float32", (8,))
+    max_batch_size = 16
+
+    def __init__(self, device):
+        self.ended = time.perf_counter()
+
+    def predict(self, items):
+        gap = time.perf_counter() - self.ended
+        time.sleep(0.02)
+        self.ended = time.perf_counter()
+        return torch.full((len(items), 1), gap)
 
 
 class Refuses:

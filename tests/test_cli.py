@@ -46,8 +46,8 @@ def test_check_of_a_model_whose_example_fails_says_why(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "sentence"),
     [
-        ("nowhere.py:Model", "no such file: nowhere.py"),
-        (f"{MODELS}:Missing", "has no class 'Missing'"),
+        pytest.param("nowhere.py:Model", "no such file: nowhere.py", marks=pytest.mark.long),
+        pytest.param(f"{MODELS}:Missing", "has no class 'Missing'", marks=pytest.mark.long),
         (f"{MODELS}:Refuses", "Refuses.__init__ raised OSError: the weights are not there"),
     ],
 )

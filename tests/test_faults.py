@@ -17,7 +17,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.service import MODELS, Service, alive, descendants, samples, serving, until
+from tests.service import MODELS, Service, alive, descendants, parent, samples, serving, until
 
 
 class Load:
@@ -57,10 +57,6 @@ def torchrun_pid(service: Service) -> int:
     return pid
 
 
-def parent(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
-
-
 @pytest.fixture(scope="module")
 def fragile() -> Iterator[Service]:
     """`tests.models.Obedient` on two ranks, for faults that it survives."""
@@ -90,6 +86,9 @@ def test_killing_any_rank_or_torchrun_under_load_loses_no_request() -> None:
         load.more()
         load.end()
         assert service.metric("phalanx_epochs_total") == 4
+        info = service.info()
+        assert (info["restarts"], info["groups"]["0"]["epoch"]) == (3, 4)
+        assert "torchrun" in info["last_death"] or "rank" in info["last_death"]
 
 
 @pytest.mark.parametrize("n", [2, pytest.param(16, marks=pytest.mark.long)])
@@ -140,7 +139,37 @@ def test_a_fault_in_a_step_costs_a_restart_and_no_request(fault: str, tmp_path: 
     assert "---- rank 1: stacks" in report
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.fixture
+def limited(fragile: Service) -> Iterator[Path]:
+    """A memory cgroup with room for 256 MiB more, and the ranks of `fragile` in it."""
+    v1, v2 = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
+    group = (v1 if v1.is_dir() else v2) / f"phalanx-test-{os.getpid()}"
+    try:
+        group.mkdir()
+        (group / ("memory.limit_in_bytes" if v1.is_dir() else "memory.max")).write_text(str(256 << 20))
+    except OSError as error:
+        pytest.skip(f"needs memory cgroups that it may make: {error}")
+    for pid in fragile.pids():
+        (group / "cgroup.procs").write_text(str(pid))
+    yield group
+    until(lambda: not (group / "cgroup.procs").read_text(), 10, "the cgroup is empty")
+    group.rmdir()
+
+
+@pytest.mark.long
+def test_a_rank_that_the_kernel_kills_for_its_memory_costs_a_restart_and_no_request(
+    limited: Path, tmp_path: Path, fragile: Service
+) -> None:
+    pids = fragile.pids()
+    items = [*range(6), {"do": "once", "path": str(tmp_path / "struck"), "then": "allocate"}, 7]
+    assert fragile.outputs(items) == items
+    assert not set(pids) & set(fragile.pids())
+    epoch = fragile.group()["epoch"]
+    report = (fragile.run_dir / "post-mortem" / f"0-{epoch - 1}.txt").read_text()
+    assert "killed by SIGKILL" in report
+
+
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_a_rank_that_is_stopped_while_idle_is_noticed_and_replaced(rank: int, fragile: Service) -> None:
     fragile.wait_ready()
     pids = fragile.pids()

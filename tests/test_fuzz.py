@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.service import Service
+from tests.service import ROOT, Service
 
 KNOWN = {200, 207, 400, 406, 413, 415, 422, 500}
 TYPES = ["application/json", "application/x-npy", "application/json; charset=utf-8", "text/plain", ""]
@@ -71,8 +74,27 @@ def test_any_body_for_a_tensor_model_gets_a_known_answer(
     check(double, body, content_type, accept)
 
 
+def by_its_description(service: Service, folder: Path, *flags: str) -> None:
+    """Schemathesis: whatever the API's own description allows, and what it does not, is answered as it says."""
+    command = [Path(sys.executable).with_name("schemathesis"), "--config-file", ROOT / "tests" / "schemathesis.toml"]
+    command += ["run", f"{service.client.base_url}/openapi.json", "--no-color", *flags]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder)  # it leaves files where it runs
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "5 selected" in done.stdout
+
+
+def test_the_api_answers_as_its_description_says(obedient: Service, tmp_path: Path) -> None:
+    by_its_description(obedient, tmp_path, "--max-examples", "20")
+
+
 @pytest.mark.long
 @pytest.mark.timeout(900)
+def test_the_api_answers_as_its_description_says_for_ten_minutes(obedient: Service, tmp_path: Path) -> None:
+    by_its_description(obedient, tmp_path, "--max-time", "600")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1500)
 @LONG
 @given(bodies(), st.sampled_from(TYPES), st.sampled_from(ACCEPTS))
 def test_any_body_gets_a_known_answer_for_minutes(

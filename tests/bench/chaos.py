@@ -17,12 +17,11 @@ import signal
 import sys
 import threading
 import time
-from collections import Counter
-from pathlib import Path
+from collections import Counter, defaultdict
 
 import httpx
 
-from tests.service import READY_SECONDS, Service, serving, until
+from tests.service import READY_SECONDS, Service, parent, serving, until
 
 CLIENTS = 16
 
@@ -35,7 +34,7 @@ class Chaos:
         self.rng = random.Random(seed)
         self.counts: Counter[str] = Counter()
         self.problems: list[str] = []
-        self.recoveries: list[float] = []
+        self.recoveries: dict[str, list[tuple[float, float]]] = defaultdict(list)  # seconds to a 503, to ready again
         self.stop = threading.Event()
         self.clients = [threading.Thread(target=self.client, args=(self.rng.random(),)) for _ in range(CLIENTS)]
 
@@ -71,14 +70,15 @@ class Chaos:
         kind = self.rng.choice(["kill", "kill", "stop", "torchrun", "terminate"])
         victim = self.rng.choice(pids)
         if kind == "torchrun":
-            victim = int(Path(f"/proc/{victim}/stat").read_text().rsplit(")", 1)[1].split()[1])
+            victim = parent(victim)
         number = {"stop": signal.SIGSTOP, "terminate": signal.SIGTERM}.get(kind, signal.SIGKILL)
         os.kill(victim, number)
         started = time.monotonic()
-        self.counts[f"fault {kind}"] += 1
+        until(lambda: not self.service.ready(), 10, f"not ready after {kind}")
+        seen = time.monotonic() - started
         until(lambda: (now := self.service.group()) and now["epoch"] > group["epoch"], 120, f"recovery from {kind}")
         until(self.service.ready, READY_SECONDS, f"ready after {kind}")
-        self.recoveries.append(time.monotonic() - started)
+        self.recoveries[kind].append((seen, time.monotonic() - started))
 
     def run(self, seconds: float, every: float) -> None:
         end = time.monotonic() + seconds
@@ -94,13 +94,19 @@ class Chaos:
                 client.join(120)
 
     def report(self) -> str:
-        faults = ", ".join(f"{count} {kind[6:]}" for kind, count in sorted(self.counts.items()) if "fault" in kind)
+        epochs = [ready for times in self.recoveries.values() for _, ready in times]
         lines = [
             f"requests {self.counts['requests']}, answers {self.counts['answers']}, late {self.counts['late']}",
             f"wrong {self.counts['wrong']}, lost {self.counts['lost']}",
-            f"epochs lost {len(self.recoveries)} ({faults})",
-            f"worst time to recover {max(self.recoveries, default=0):.1f} s",
+            f"epochs lost {len(epochs)}, worst time to recover {max(epochs, default=0):.1f} s",
         ]
+        for kind, times in sorted(self.recoveries.items()):
+            seen, ready = (sorted(column) for column in zip(*times, strict=True))
+            middle = len(times) // 2
+            lines.append(
+                f"  {kind:9} {len(times):3} times: /readyz says so after {seen[middle]:.2f} s, worst {seen[-1]:.2f};"
+                f" ready again after {ready[middle]:.1f} s, worst {ready[-1]:.1f}"
+            )
         return "\n".join([*lines, *self.problems[:20]])
 
 

@@ -1,0 +1,12 @@
+"""Twenty seconds of `tests.bench.chaos`; ten minutes of it belong to `make test-long`."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.bench import chaos
+
+
+@pytest.mark.timeout(240)
+def test_twenty_seconds_of_chaos_lose_nothing_and_answer_nothing_wrongly() -> None:
+    assert chaos.main(["--seconds", "20", "--seed", "4", "--every", "3"]) == 0
