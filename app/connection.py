@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import http
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from app.door import HANG_UP
 
 LINGER = 1.0  # seconds a refused client may go on sending before its connection is closed
 
@@ -52,6 +54,8 @@ class Connection(HttpToolsProtocol):
             self._deadline = self.loop.call_later(self._limits.head_time, self._head_is_late)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        if self.cycle is not None and HANG_UP in self.cycle.scope:
+            cast("dict[str, Any]", self.cycle.scope)[HANG_UP]()
         for timer in (self._deadline, self._stall):
             if timer is not None:
                 timer.cancel()

@@ -111,10 +111,6 @@ class Dispatcher:
         self._feed_soon()
         return request
 
-    def cancel(self, request: Request) -> None:
-        """Nobody waits for it any more: what of it is queued is dropped."""
-        request.end(DeadlineExceeded("given up"))
-
     def unreadiness(self) -> str | None:
         """Why the service is not ready; None when it is."""
         now = time.monotonic()

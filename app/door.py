@@ -5,19 +5,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import logging
 import random
 import re
 from collections.abc import Awaitable, Callable, Collection, MutableMapping
 from typing import Any
 
 from app.problem import problem
-from workers.errors import PhalanxError, TooLarge, Unauthorized, UnsupportedMediaType
+from workers.errors import InternalError, PhalanxError, TooLarge, Unauthorized, UnsupportedMediaType
+
+log = logging.getLogger("app")
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 
+HANG_UP = "phalanx.hang_up"
+"""In a request's scope the app may leave what the server calls if the client goes: that costs a fraction of a task that
+waits for `receive` to say so."""
 OPEN_PATHS = frozenset({"/livez", "/readyz"})  # probes carry no key
 LINGER = 10.0  # seconds an unread body is read on for after the answer
 SILENCE = 1.0  # seconds without a byte of it that end the wait
@@ -31,7 +37,7 @@ _REQUEST_ID = re.compile(rb"[\x20-\x7e]{1,128}")
 class Door:
     """ASGI middleware, to be put around everything else so that every answer carries the request's id.
 
-    A PhalanxError that leaves the app before its answer began is answered as a problem.
+    An error that leaves the app before its answer began is answered as a problem: what is no PhalanxError is logged.
     """
 
     def __init__(self, app: App, *, max_body_bytes: int, keys: Collection[bytes] = ()) -> None:
@@ -52,9 +58,12 @@ class Door:
         try:
             self._admit(scope["path"], headers)
             await self.app(scope, visit.receive if visit.unread else receive, visit.send)
-        except PhalanxError as error:
+        except Exception as error:
             if visit.answering:
                 raise
+            if not isinstance(error, PhalanxError):
+                log.exception("request %s: the front end failed", request_id.decode())
+                error = InternalError("the front end failed; its log has the stack")
             await visit.refuse(error)
 
     def _admit(self, path: str, headers: dict[bytes, bytes]) -> None:

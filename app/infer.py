@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 from app import codecs
 from app.batcher import Hold
 from app.dispatcher import Dispatcher
-from app.door import Receive, Send
+from app.door import HANG_UP, Receive, Send
 from app.metrics import Metrics
 from app.problem import problem
 from app.settings import Settings
@@ -35,13 +35,13 @@ class Infer:
         self._dispatcher = dispatcher
         self._metrics = metrics
 
-    async def __call__(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         began = time.monotonic()
         request_id: str = scope["state"]["request_id"]
         hold = self._dispatcher.account.open()
         try:
             try:
-                status, headers, body = await self._answer(dict(scope["headers"]), request_id, receive, hold, began)
+                status, headers, body = await self._answer(scope, receive, hold, began)
             except PhalanxError as error:
                 status, headers, body = problem(error, request_id)
             hold.add_bytes(len(body))
@@ -54,9 +54,8 @@ class Infer:
         finally:
             hold.release()
 
-    async def _answer(
-        self, headers: Mapping[bytes, bytes], request_id: str, receive: Receive, hold: Hold, began: float
-    ) -> Answer:
+    async def _answer(self, scope: MutableMapping[str, Any], receive: Receive, hold: Hold, began: float) -> Answer:
+        headers, request_id = dict(scope["headers"]), scope["state"]["request_id"]
         accepts = codecs.request_encoding(headers.get(b"content-type"))
         returns = codecs.answer_encoding(headers.get(b"accept"), accepts)
         deadline = began + self._timeout(headers.get(b"x-request-timeout"))
@@ -66,7 +65,11 @@ class Infer:
             raise TooLarge(f"{len(cut.items)} items are over the limit of {self._settings.max_items} in one request")
         hold.take_items(len(cut.items))
         request = self._dispatcher.submit(cut, request_id, deadline)
-        await self._result(request, receive)
+        scope[HANG_UP] = lambda: request.end(ClientGone("wait"))  # what of it is queued is dropped
+        try:
+            await request.future
+        finally:
+            del scope[HANG_UP]  # the connection keeps the scope, and this would keep the body
         self._count(request)
         return _write(request, request_id, returns, began)
 
@@ -92,21 +95,6 @@ class Infer:
             chunks.append(chunk)
             if not message.get("more_body", False):
                 return b"".join(chunks) if len(chunks) != 1 else chunks[0]
-
-    async def _result(self, request: Request, receive: Receive) -> None:
-        """Wait for the results, or for the client to go away, which drops what is still queued."""
-        if request.future.done():
-            return request.future.result()
-        hangup = asyncio.ensure_future(receive())
-        try:
-            await asyncio.wait((request.future, hangup), return_when=asyncio.FIRST_COMPLETED)
-            if not request.future.done():
-                self._dispatcher.cancel(request)
-                request.future.exception()  # retrieved: nobody else will
-                raise ClientGone("wait")
-            return request.future.result()
-        finally:
-            hangup.cancel()
 
     def _timeout(self, header: bytes | None) -> float:
         if header is None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+import functools
+from collections.abc import AsyncIterator, Callable, MutableMapping
 from contextlib import asynccontextmanager
 from importlib.metadata import version
 from typing import Any
@@ -15,16 +16,31 @@ from starlette.routing import Route
 
 from app import ops
 from app.dispatcher import Dispatcher
-from app.door import Door
+from app.door import App, Door, Receive, Send
 from app.groups import Group
 from app.infer import OPENAPI, Infer
 from app.metrics import Metrics
 from app.problem import problem
 from app.settings import Settings
-from workers.errors import InternalError, NoSuchMethod, NoSuchPath, PhalanxError
+from workers.errors import InternalError, NoSuchMethod, NoSuchPath
 
 
-def create_app(settings: Settings, on_ready: Callable[[Group], None] | None = None) -> FastAPI:
+class Service(FastAPI):
+    """FastAPI, but for the hot path: a POST to /infer meets the door and its route, and none of the machinery between.
+
+    That machinery costs more than all that a small request needs.
+    """
+
+    infer: App
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] == "/infer" and scope["method"] == "POST":
+            await self.infer(scope, receive, send)
+        else:
+            await super().__call__(scope, receive, send)
+
+
+def create_app(settings: Settings, on_ready: Callable[[Group], None] | None = None) -> Service:
     """The service; `app.state.dispatcher` is its dispatcher. `on_ready` is called with the first group."""
     metrics = Metrics()
     dispatcher = Dispatcher(settings, metrics, on_ready)
@@ -37,7 +53,7 @@ def create_app(settings: Settings, on_ready: Callable[[Group], None] | None = No
         finally:
             await dispatcher.close()
 
-    app = FastAPI(
+    app = Service(
         title="Phalanx",
         version=version("phalanx"),
         description="One POST, every GPU, the answers in order.",
@@ -45,14 +61,17 @@ def create_app(settings: Settings, on_ready: Callable[[Group], None] | None = No
         docs_url=None,
         redoc_url=None,
         swagger_ui_oauth2_redirect_url=None,
+        redirect_slashes=False,
     )
     app.state.dispatcher = dispatcher
-    app.router.routes.append(Route("/infer", Infer(settings, dispatcher, metrics), methods=["POST"]))
+    door = functools.partial(Door, max_body_bytes=settings.max_body_bytes, keys=settings.api_keys())
+    infer = Infer(settings, dispatcher, metrics)
+    app.infer = door(infer)
+    app.router.routes.append(Route("/infer", infer, methods=["POST"]))  # of what comes here, it refuses the method
     app.include_router(ops.routes(settings, dispatcher, metrics))
     patch_fastapi(app)  # /docs from files that are installed: a GPU host may have no way out
-    app.add_middleware(Door, max_body_bytes=settings.max_body_bytes, keys=settings.api_keys())
+    app.add_middleware(door)
     app.add_exception_handler(StarletteHTTPException, _refused)
-    app.add_exception_handler(Exception, _failed)
     app.openapi = _with_infer(app.openapi)  # type: ignore[method-assign]
     return app
 
@@ -72,16 +91,8 @@ async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException | StarletteHTTPException)
     kind = {404: NoSuchPath, 405: NoSuchMethod}.get(error.status_code, InternalError)
     what = f"{request.method} {request.url.path}: {error.detail}"
-    return _response(request, kind(what), error.headers or {})
-
-
-async def _failed(request: Request, error: Exception) -> Response:
-    # this answer is made outside the door, which would have added the id
-    headers = {"x-request-id": getattr(request.state, "request_id", "")}
-    return _response(request, InternalError("the front end failed; its log has the stack"), headers)
-
-
-def _response(request: Request, error: PhalanxError, extra: Any) -> Response:
-    status, headers, body = problem(error, getattr(request.state, "request_id", ""))
+    status, headers, body = problem(kind(what), request.state.request_id)
     names = {name.decode(): value.decode() for name, value in headers if name != b"content-length"}
-    return Response(body, status, {**extra, **names})
+    return Response(body, status, {**(error.headers or {}), **names})
+
+

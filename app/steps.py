@@ -41,7 +41,7 @@ class Request(Job):
             self.spans.sort(key=lambda one: one.start)
             self.end(next((error for error in self.failures.values() if isinstance(error, RequestError)), None))
 
-    def end(self, error: PhalanxError | None = None) -> None:
+    def end(self, error: Exception | None = None) -> None:
         """Answer it, if nobody has yet: with its results, or with `error`."""
         if self.timer is not None:
             self.timer.cancel()

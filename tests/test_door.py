@@ -228,9 +228,11 @@ def test_an_error_that_leaves_the_app_is_answered_as_a_problem() -> None:
     assert (client.status, client.type, client.got[b"retry-after"]) == (429, "urn:phalanx:error:queue-full", b"1")
 
 
-def test_an_error_of_another_kind_is_left_to_the_server() -> None:
-    with pytest.raises(ZeroDivisionError):
-        Client().visit(raising(ZeroDivisionError()))
+def test_an_error_of_another_kind_is_logged_and_answered_without_its_text(caplog: pytest.LogCaptureFixture) -> None:
+    client = Client().visit(raising(ZeroDivisionError("secret")))
+    assert (client.status, client.type) == (500, "urn:phalanx:error:internal-error")
+    assert b"secret" not in client.answer
+    assert "secret" in caplog.text
 
 
 def test_an_error_after_the_answer_began_is_left_to_the_server() -> None:
