@@ -19,6 +19,7 @@ test: $(VENV)/.test ## the tests, under 8 minutes on 2 cores
 test-long: $(VENV)/.test ## every test, the long ones included
 	$(BIN)/python -m pytest -m "long or not long" --timeout 900
 	$(BIN)/python -m tests.bench.chaos --seconds 600
+	$(BIN)/python tests/containers/run
 
 check: $(VENV)/.test ## ruff and mypy
 	$(BIN)/ruff check .
@@ -26,7 +27,7 @@ check: $(VENV)/.test ## ruff and mypy
 	$(BIN)/mypy
 
 bench: setup ## speed, as ratios within one run
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.bench.scaling
+	$(BIN)/python -m tests.bench.serving
 	$(BIN)/python -m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc-per-node 2 tests/bench/collect.py
 
 setup: $(VENV)/.installed

@@ -40,15 +40,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         "serve": "the front end and a worker group, until Ctrl-C",
         "app": "the front end alone",
         "workers": "a worker group alone",
+        "status": "how the ranks of this host are; code 0 if all are ready",
         "check": "load the model on every rank, run its example once, say what came out",
     }
     for verb, text in helps.items():
         sub = verbs.add_parser(verb, help=text, description=text)
-        if verb != "app":
+        if verb not in ("app", "status"):
             sub.add_argument(
                 "model", nargs="?" if verb != "check" else None, default=argparse.SUPPRESS, metavar="MODEL"
             )
-        add_flags(sub, [name for name in Settings.model_fields if name != "model" or verb == "app"])
+        add_flags(sub, [name for name in Settings.model_fields if name != "model" or verb in ("app", "status")])
     flags = vars(parser.parse_args(argv))
     verb = flags.pop("verb")
     try:
@@ -58,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             level=settings.log_level.upper(),
             format=f"%(asctime)s %(levelname)s {verb}: %(message)s",
         )
-        return {"serve": _serve, "app": _app, "workers": _workers, "check": _check}[verb](settings)
+        return {"serve": _serve, "app": _app, "workers": _workers, "status": _status, "check": _check}[verb](settings)
     except StartError as error:
         print(f"phalanx {verb}: {error}", file=sys.stderr)
         return error.exit_code
@@ -102,6 +103,12 @@ def _app(settings: Settings) -> int:
 
 def _workers(settings: Settings) -> int:
     return launch.Launcher(_group(settings)).run()
+
+
+def _status(settings: Settings) -> int:
+    well, text = launch.readiness(settings.run_directory)
+    print(text)
+    return 0 if well else 1
 
 
 def _check(settings: Settings) -> int:

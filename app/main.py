@@ -94,5 +94,3 @@ async def _refused(request: Request, error: Exception) -> Response:
     status, headers, body = problem(kind(what), request.state.request_id)
     names = {name.decode(): value.decode() for name, value in headers if name != b"content-length"}
     return Response(body, status, {**(error.headers or {}), **names})
-
-

@@ -40,7 +40,9 @@ class Settings(BaseSettings):
     )
     host: str = Field("127.0.0.1", min_length=1, description="Address the front end listens on.")
     port: int = Field(8000, ge=0, le=65535, description="Port the front end listens on; 0 takes a free one.")
-    ranks: Count | None = Field(None, description="Ranks in the group; unset: one a GPU, or 2 where there is none.")
+    ranks: Count | None = Field(
+        None, description="Ranks in the group; unset or `auto`: one a GPU, or 2 where there is none."
+    )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="Where the ranks run: `auto` takes the GPUs if there are any."
     )
@@ -109,6 +111,11 @@ class Settings(BaseSettings):
         if step is not None and value <= step:
             raise ValueError(f"more than {_key('step_timeout')}, which is {_shown(step)}")
         return value
+
+    @field_validator("ranks", mode="before")
+    @classmethod
+    def _auto(cls, value: object) -> object:
+        return None if value == "auto" else value  # a compose file can give a variable a value, but not take it away
 
     @field_validator("run_dir", "api_keys_file", mode="before")
     @classmethod

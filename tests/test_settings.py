@@ -237,3 +237,8 @@ def test_settings_are_light_to_import() -> None:
     code = "import sys, app.settings; print({'torch', 'fastapi', 'zmq'} & set(sys.modules))"
     root = Path(module.__file__).parent.parent
     assert subprocess.check_output([sys.executable, "-c", code], text=True, cwd=root).strip() == "set()"
+
+
+def test_the_number_of_ranks_may_be_left_to_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PHALANX_RANKS", "auto")
+    assert load().ranks is None

@@ -28,9 +28,19 @@ from typing import Any
 from workers import lifeline, rundir
 from workers.epoch import Death, Epoch, Restarts, cause
 from workers.errors import ModelLoadError, StartError
-from workers.rundir import claim, prepare_run_dir
+from workers.rundir import claim, prepare_run_dir, readiness
 
-__all__ = ["Group", "Launcher", "check", "claim", "prepare_run_dir", "spawn", "torchrun_command", "visible_gpus"]
+__all__ = [
+    "Group",
+    "Launcher",
+    "check",
+    "claim",
+    "prepare_run_dir",
+    "readiness",
+    "spawn",
+    "torchrun_command",
+    "visible_gpus",
+]
 
 logger = logging.getLogger("workers")
 

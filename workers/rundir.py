@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from workers.errors import RunDirectoryError
+from workers.lifeline import process_stat
 
 IPC_PATH = 107  # bytes a socket's path may have
 KEPT = 3  # dead epochs of a group whose directories stay for the post-mortem
@@ -74,6 +75,26 @@ def next_epoch(run_dir: Path, group: str) -> tuple[int, Path]:
     directory.parent.mkdir(mode=0o700, exist_ok=True)
     directory.mkdir(mode=0o700)
     return last + 1, directory
+
+
+def readiness(run_dir: Path, group: str = "0") -> tuple[bool, str]:
+    """Whether every rank of the group's newest epoch is ready and alive, and a sentence a rank.
+
+    For a process that sees the ranks' pids: on the same host, in the same container.
+    """
+    epochs = _epochs(run_dir, group)
+    if not epochs:
+        return False, f"group {group} has had no epoch in {run_dir}"
+    epoch = max(epochs)
+    said, all_well = [], True
+    for path in sorted(epochs[epoch].glob("pid-*")):
+        rank, pid = path.name.removeprefix("pid-"), path.read_text()
+        stat_of = process_stat(int(pid))
+        alive = stat_of is not None and stat_of[0] not in "ZX"
+        ready = path.with_name(f"ready-{rank}").exists()
+        all_well = all_well and alive and ready
+        said.append(f"rank {rank} (pid {pid}): {'ready' if ready else 'loading'}{'' if alive else ', but gone'}")
+    return all_well and bool(said), "\n".join([f"group {group}, epoch {epoch}", *(said or ["no rank has come up yet"])])
 
 
 def keep_post_mortem(run_dir: Path, name: str, text: str) -> Path:
