@@ -180,8 +180,9 @@ class Dispatcher:
                 self._loop.call_later(TICK, self._feed_soon)
             return False
         now = time.monotonic()
-        late = self._loop.call_later(timeout + LATE, self._lost, group, f"step {self._step} did not end")
-        group.flights[self._step] = Flight(batch, late, now + timeout)
+        patience = timeout * (len(group.flights) + 1)  # a step's own time begins when those before it have ended
+        late = self._loop.call_later(patience + LATE, self._lost, group, f"step {self._step} did not end")
+        group.flights[self._step] = Flight(batch, late, now + patience)
         for request in steps.requests(batch) if batch else ():
             if not request.started:
                 request.started = now

@@ -8,6 +8,7 @@ import json
 import random
 import socket
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -349,3 +350,22 @@ def test_health_info_and_docs(digits: Service) -> None:
     page = digits.client.get("/docs").text
     assert "http://" not in page.replace(f"http://127.0.0.1:{digits.port}", "")
     assert "https://" not in page
+
+
+def test_a_rank_runs_the_next_step_while_another_has_not_finished_the_one_before(
+    obedient: Service, tmp_path: Path
+) -> None:
+    flag = str(tmp_path / "flag")
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        # rank 1 waits in the first step for what rank 0 does in the second; their parameters keep them apart
+        first = pool.submit(obedient.outputs, ["a", {"do": "await", "path": flag}])
+        until(lambda: obedient.info()["queue"] | {"bytes": 0} == {"items": 2, "bytes": 0, "waiting_items": 0})
+        second = pool.submit(obedient.outputs, [{"do": "touch", "path": flag}, "b"], parameters={"sleep": 0.0})
+        assert second.result(20)[1] == "b"
+        assert first.result(20)[0] == "a"
+
+
+def test_a_model_whose_ranks_talk_to_one_another_is_not_disturbed_by_the_collect() -> None:
+    with serving("Together", ranks=2) as service, concurrent.futures.ThreadPoolExecutor(8) as pool:
+        answers = [pool.submit(service.outputs, list(range(4))) for _ in range(200)]
+        assert all(answer.result(60) == [2] * 4 for answer in answers)

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from workers.encode import ALIGN, Buffer, Packed, aligned, laid_out, pack, segments, sentence, unpack, unpack_stream
 from workers.errors import GroupError
@@ -49,7 +50,7 @@ class Desynchronised(GroupError):
 
 
 class Collector:
-    """The collect of the default process group, or of this process alone where none is initialised.
+    """The collect of a process group, of the default one if `group` is None, or of this process alone if there is none.
 
     Rank 0's own part is kept by reference and never encoded. On the other ranks the large buffers of a value are sent
     from where they lie: until `collect` returns, nobody may write to them. On rank 0 the arrays, tensors and
@@ -62,10 +63,11 @@ class Collector:
         *,
         epoch: int = 0,
         device: torch.device | None = None,
+        group: dist.ProcessGroup | None = None,
         cap: int = CAP,
         transport: Transport | None = None,
     ) -> None:
-        self._transport = transport or transport_for(device)
+        self._transport = transport or transport_for(device, group)
         self._rank, self._world = self._transport.rank, self._transport.world
         self._epoch = epoch & 0xFFFFFFFF
         self._cap = cap

@@ -125,8 +125,9 @@ class Lifeline:
         faulthandler.enable(self._stacks)  # a segfault leaves its stacks too
         faulthandler.register(signal.SIGUSR2, self._stacks, all_threads=True)
         self._peers: dict[int, Member] = {}  # by pidfd; replaced, never changed, once it is watched
-        self._step: tuple[float, float, str] | None = None  # deadline (monotonic), seconds, what; likewise
+        self._steps: tuple[tuple[float, float, str], ...] = ()  # deadline (monotonic), seconds, what; likewise
         self._released = False
+        self._arming = threading.Lock()
         self._felling = threading.Lock()
 
     def watch(self, members: list[Member]) -> None:
@@ -155,13 +156,21 @@ class Lifeline:
 
     def begin(self, seconds: float, what: str) -> None:
         """A step begins: unless `end` comes within `seconds`, the group is felled; `what` is said in the report."""
-        self._step = (time.monotonic() + seconds, seconds, what)
-        faulthandler.dump_traceback_later(seconds + BACKSTOP, exit=True, file=self._stacks)
+        with self._arming:
+            self._arm((*self._steps, (time.monotonic() + seconds, seconds, what)))
 
     def end(self) -> None:
-        """The step is over; no deadline holds until the next `begin`."""
-        self._step = None
-        faulthandler.cancel_dump_traceback_later()
+        """The step that began first is over; its deadline holds no more. For any thread, as is `begin`."""
+        with self._arming:
+            self._arm(self._steps[1:])
+
+    def _arm(self, steps: tuple[tuple[float, float, str], ...]) -> None:
+        self._steps = steps
+        if steps:
+            left = max(0.0, min(steps)[0] - time.monotonic())
+            faulthandler.dump_traceback_later(left + BACKSTOP, exit=True, file=self._stacks)
+        else:
+            faulthandler.cancel_dump_traceback_later()
 
     def release(self) -> None:
         """The group is leaving: from here on peers may exit, and so may this rank, without felling anyone."""
@@ -192,14 +201,13 @@ class Lifeline:
 
     def _watch(self) -> None:
         while True:
-            step = self._step
-            left = TICK if step is None else min(TICK, step[0] - time.monotonic())
+            left = min([TICK, *(deadline - time.monotonic() for deadline, _, _ in self._steps)])
             for pidfd, peer in self._ended(max(0.0, left)).items():
                 self._mourn(peer)
                 self._peers = {fd: other for fd, other in self._peers.items() if fd != pidfd}
-            step = self._step
-            if step is not None and time.monotonic() >= step[0]:
-                self.fell("deadline", f"{step[2]} took longer than {step[1]:g} s")
+            for deadline, seconds, what in self._steps:
+                if time.monotonic() >= deadline:
+                    self.fell("deadline", f"{what} took longer than {seconds:g} s")
 
     def _ended(self, seconds: float) -> dict[int, Member]:
         """The peers that have ended, or the first that do within that time; for any thread, hence a poll of its own."""

@@ -1,13 +1,23 @@
-"""One rank's life: meet, load, warm up, then the loop: poll until there is a step, run it; it knows no HTTP."""
+"""One rank's life: meet, load, warm up, then the loop; it knows no HTTP.
+
+Three threads, so that the model need not wait: the main thread takes steps in and sends results, and never waits for
+anything else; all of a model's code runs in a second one; the third brings what comes out of it to the collect.
+"""
 
 from __future__ import annotations
 
 import argparse
 import logging
 import os
+import sys
 import time
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,7 +34,15 @@ from workers.wire import Buffer, Form, Goodbye, Hello, ModelInfo, Result, Shard,
 
 log = logging.getLogger("workers")
 
+SWITCH = 0.0005  # seconds after which a model that holds the GIL lets the collect of the step before have it
 WARMUP_FACTOR = 4  # the first step of a device compiles and allocates: it may take longer than a step
+
+
+class _Running(NamedTuple):
+    """A step that has begun; who is not rank 0 knows only its own shard of it."""
+
+    step: Step | None
+    collected: Future[tuple[list[Part] | None, float]]
 
 
 class Rank:
@@ -39,9 +57,14 @@ class Rank:
         self.lifeline = lifeline
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.step = 0
+        self.model_thread = ThreadPoolExecutor(1, "model")
+        self.collect_thread = ThreadPoolExecutor(1, "collect")
+        self.running: deque[_Running] = deque()  # in the order of the steps
+        self.collected = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # readable when a step has been
 
     def run(self) -> None:
         """The rank's life; it ends by returning only when the group leaves together."""
+        sys.setswitchinterval(SWITCH)
         self._meet()
         self._load()
         self._join()
@@ -69,12 +92,18 @@ class Rank:
 
     def _load(self) -> None:
         self.device = _device(self.flags.device, self.local_rank, int(os.environ["LOCAL_WORLD_SIZE"]))
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
-        self.model = model.load(self.flags.model, self.device, self.flags.max_batch_size)
+        self._set_device()
+        for thread in (self.model_thread, self.collect_thread):
+            thread.submit(self._set_device).result()
+        loading = self.model_thread.submit(model.load, self.flags.model, self.device, self.flags.max_batch_size)
+        self.model = loading.result()
         self.forward = Forward(self.model, self.device)
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else ""
         self.store.set(f"device/{self.rank}", f"{self.device} {name}".strip())
+
+    def _set_device(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
 
     def _join(self) -> None:
         self.inbox = self.context.socket(zmq.PULL)
@@ -93,7 +122,8 @@ class Rank:
             timeout=timedelta(seconds=self.flags.process_group_timeout),
             device_id=self.device if on_cuda else None,
         )
-        self.collector = Collector(epoch=self.flags.epoch, device=self.device)
+        # a group of its own: a model that uses the default one does so while the step before is collected
+        self.collector = Collector(epoch=self.flags.epoch, device=self.device, group=dist.new_group())
         self.outboxes: dict[int, zmq.Socket[bytes]] = {}
         for r in range(1, self.world) if self.rank == 0 else ():
             self.outboxes[r] = self.context.socket(zmq.PUSH)
@@ -107,45 +137,57 @@ class Rank:
         for timeout in (self.flags.step_timeout * WARMUP_FACTOR, self.flags.step_timeout):
             started = time.monotonic()
             if self.rank == 0:
-                canary = Step("", self.flags.epoch, 0, Form("json", "json"), [], timeout, canary=True)
-                self.warm = self._run_step(canary, [])
-                for failure in self.warm[0].failures:
-                    raise ModelLoadError(f"{self.flags.model}: its example failed: {failure.detail}")
+                self._spread(Step("", self.flags.epoch, 0, Form("json", "json"), [], timeout, canary=True), [])
+            elif not self.inbox.poll(int(timeout * 1000)):
+                raise GroupError(f"rank 0 sent no shard within {timeout:g} s")
             else:
-                self._take(timeout)
+                self._take()
+            self.running[0].collected.result()
+            for message, frames in self._results():
+                self.warm = message, frames
+                for failure in message.failures:
+                    raise ModelLoadError(f"{self.flags.model}: its example failed: {failure.detail}")
             seconds = time.monotonic() - started
         return seconds
 
     # ---- the loop
 
     def _lead(self, warmup: float) -> None:
-        """Rank 0: poll the queue until there is a step, spread it, run it, answer."""
+        """Rank 0: poll until there is a step, which is spread, or one that has been collected, which is answered."""
         address = f"ipc://{self.flags.run_dir}/queue.sock"
         queue = Queue(self.context, address, self._hello(warmup), self.epoch_dir / "leave")
-        while (taken := queue.next()) is not None:
-            step, payload = taken
-            queue.send(*self._run_step(step, payload))
+        while self.running or not queue.left:
+            taken = queue.next(self.collected)
+            if taken is not None:
+                self._spread(*taken)
+            for message, frames in self._results():
+                queue.send(message, frames)
         self.lifeline.release()
         for outbox in self.outboxes.values():
             outbox.send_multipart(wire.encode(Goodbye()))
 
     def _follow(self) -> None:
-        """Every other rank: poll the inbox until there is a shard, run it."""
-        while self._take():
-            pass
+        """Every other rank: poll until there is a shard, which is begun, or one that has been collected."""
+        poller = zmq.Poller()
+        poller.register(self.inbox, zmq.POLLIN)
+        poller.register(self.collected, zmq.POLLIN)
+        more = True
+        while self.running or more:
+            if self.inbox in dict(poller.poll()):
+                more = self._take()
+            for _ in self._results():
+                pass
         self.lifeline.release()
 
-    def _take(self, timeout: float | None = None) -> bool:
-        """Run the next shard; False when there is none to come."""
-        if timeout is not None and not self.inbox.poll(int(timeout * 1000)):
-            raise GroupError(f"rank 0 sent no shard within {timeout:g} s")
+    def _take(self) -> bool:
+        """Begin the next shard; False when there is none to come."""
         message, payload = wire.decode([frame.buffer for frame in self.inbox.recv_multipart(copy=False)])
         if isinstance(message, Shard):
-            self._work(message, payload[0])
+            self._begin(message, payload[0], None)
         return isinstance(message, Shard)
 
-    def _run_step(self, step: Step, payload: list[Buffer]) -> tuple[Result, list[Buffer]]:
-        """Rank 0's part of a step. Until the last shard is sent nothing has happened; after it, all ranks run it."""
+    def _spread(self, step: Step, payload: list[Buffer]) -> None:
+        """Rank 0's way to begin. Until the last shard is sent nothing has happened; after it, all ranks run it."""
         self.step += 1
         sizes = [int(self.model.has_example)] * self.world if step.canary else [len(one) for one in step.lengths]
         size, start = sum(sizes), 0
@@ -158,22 +200,28 @@ class Rank:
             start += count
         for r, outbox in self.outboxes.items():
             outbox.send_multipart(wire.encode(shards[r], [b"" if step.canary else payload[r]]), copy=False)
-        parts, seconds = self._work(shards[0], b"" if step.canary else payload[0])
-        assert parts is not None
-        return result(step, parts, seconds)
+        self._begin(shards[0], b"" if step.canary else payload[0], step)
 
-    def _work(self, shard: Shard, frame: Buffer) -> tuple[list[Part] | None, float]:
-        """This rank's shard through the model and the collect, to which every rank comes once a step."""
-        self.lifeline.begin(shard.timeout, f"step {shard.step}")
-        done = self._forward(shard, frame)
-        started = time.perf_counter()
-        parts = self.collector.collect(
-            done, step=shard.step, start=shard.start, items=len(done.lengths), size=shard.size
-        )
-        self.lifeline.end()
-        return parts, time.perf_counter() - started
+    def _begin(self, shard: Shard, frame: Buffer, step: Step | None) -> None:
+        """Hand a shard to the model, and what comes of it to the collect."""
+        done = self.model_thread.submit(self._forward, shard, frame)
+        collected = self.collect_thread.submit(self._collect, shard, done)
+        self.running.append(_Running(step, collected))
+        collected.add_done_callback(lambda _: os.eventfd_write(self.collected, 1))
+
+    def _results(self) -> Iterator[tuple[Result, list[Buffer]]]:
+        """Of the steps that have been collected, in their order; rank 0 has them. Raises what ends the group."""
+        with suppress(BlockingIOError):
+            os.eventfd_read(self.collected)
+        while self.running and self.running[0].collected.done():
+            step, collected = self.running.popleft()
+            parts, seconds = collected.result()
+            if step is not None and parts is not None:
+                yield result(step, parts, seconds)
 
     def _forward(self, shard: Shard, frame: Buffer) -> Done:
+        """In the model's thread: a shard's results, and its errors."""
+        self.lifeline.begin(shard.timeout, f"step {shard.step}")
         started = time.perf_counter()
         patience = shard.timeout / 4
         size = int(self.model.has_example) if shard.canary else len(shard.lengths)
@@ -197,6 +245,16 @@ class Rank:
             (self.rank, size, time.perf_counter() - started, device_bytes),
         )
 
+    def _collect(self, shard: Shard, done: Future[Done]) -> tuple[list[Part] | None, float]:
+        """In the collect's thread: every rank comes here once a step, whatever became of its shard."""
+        value = done.result()
+        started = time.perf_counter()
+        parts = self.collector.collect(
+            value, step=shard.step, start=shard.start, items=len(value.lengths), size=shard.size
+        )
+        self.lifeline.end()
+        return parts, time.perf_counter() - started
+
     # ---- the end
 
     def _report(self) -> None:
@@ -210,6 +268,8 @@ class Rank:
         self.lifeline.release()
 
     def _leave(self) -> None:
+        self.model_thread.shutdown()
+        self.collect_thread.shutdown()
         self._wait_for_all("left")  # every lifeline is released before the first rank goes
         dist.destroy_process_group()
         self.context.destroy(linger=1000)

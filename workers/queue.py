@@ -20,12 +20,16 @@ GOODBYE_SECONDS = 2.0  # for a front end to answer Leaving
 
 
 class Queue:
-    """Rank 0's end of the local queue: says HELLO on every connect, hands out steps, sends results."""
+    """Rank 0's end of the local queue: says HELLO on every connect, hands out steps, sends results.
+
+    `left` becomes true when the group has been asked to leave and no further step will come.
+    """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, hello: Hello, leave: Path) -> None:
         self._hello = hello
         self._leave = leave
         self._leaving_until = 0.0
+        self.left = False
         self._connected = False
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.IDENTITY, f"{hello.group}/{hello.epoch}".encode())
@@ -37,19 +41,25 @@ class Queue:
         self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, wire.HEARTBEAT_TIMEOUT_MS)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         self._socket.connect(address)
+        self._poller = zmq.Poller()
+        self._poller.register(self._monitor, zmq.POLLIN)
+        self._poller.register(self._socket, zmq.POLLIN)
 
-    def next(self) -> tuple[Step, list[Buffer]] | None:
-        """The next step and its payload frames; None when the group has been asked to leave and holds no more."""
-        while not self._has_left():
-            if self._monitor.poll(0):
+    def next(self, wake: int) -> tuple[Step, list[Buffer]] | None:
+        """The next step and its payload frames; None if the file descriptor `wake` is readable before, or at `left`."""
+        self._poller.register(wake, zmq.POLLIN)
+        while not self.left:
+            ready = dict(self._poller.poll(POLL_MS))
+            if self._monitor in ready:
                 self._greet()
-            if not self._socket.poll(POLL_MS):
-                continue
-            message, payload = wire.decode([frame.buffer for frame in self._socket.recv_multipart(copy=False)])
-            if isinstance(message, Step) and message.epoch == self._hello.epoch:
-                return message, payload
-            if isinstance(message, Goodbye):
-                return None
+            if self._socket in ready:
+                message, payload = wire.decode([frame.buffer for frame in self._socket.recv_multipart(copy=False)])
+                if isinstance(message, Step) and message.epoch == self._hello.epoch:
+                    return message, payload
+                self.left = isinstance(message, Goodbye)
+            if wake in ready:
+                break
+            self.left = self.left or self._has_left()
         return None
 
     def send(self, message: wire.Message, payload: Sequence[Buffer] = ()) -> None:

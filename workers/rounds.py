@@ -58,20 +58,25 @@ class Transport(Protocol):
 
 
 class Gloo:
-    """The default group's CPU side, or this process alone: in the second round each segment goes straight from where
-    it lies to where it belongs, at its exact size, which costs a fraction of what gloo's all_gather of it would."""
+    """A group's CPU side, or this process alone where there is none.
+
+    In the second round each segment goes straight from where it lies to where it belongs, at its exact size: that costs
+    a fraction of what gloo's all_gather of it would.
+    """
 
     kind = 0
     streams = True
 
-    def __init__(self) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        """`group` holds all ranks; None is the default one."""
         grouped = dist.is_available() and dist.is_initialized()
         self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
+        self._group = group
         self._pool = Pool(KEEP, lambda n: np.empty(n, np.uint8))
 
     def first(self, frames: torch.Tensor, frame: torch.Tensor) -> None:
         if self.world > 1:
-            _all_gather(frames, frame)
+            _all_gather(frames, frame, group=self._group)
         else:
             frames.copy_(frame)
 
@@ -85,12 +90,12 @@ class Gloo:
         return [buffer for buffer, _ in coming]
 
     def send(self, sending: Sequence[Array]) -> Pending:
-        return _Works([dist.isend(_tensor(segment), 0) for segment in sending])
+        return _Works([dist.isend(_tensor(segment), 0, self._group) for segment in sending])
 
     def receive(self, rank: int, places: Places) -> tuple[memoryview, Pending]:
         buffer = self._pool.take(extent(places))
         whole = torch.from_numpy(np.asarray(buffer))
-        return buffer, _Works([dist.irecv(whole[p.start : p.stop], rank) for p in places])
+        return buffer, _Works([dist.irecv(whole[p.start : p.stop], rank, self._group) for p in places])
 
 
 class Nccl(Gloo):
@@ -105,8 +110,8 @@ class Nccl(Gloo):
     kind = 1
     streams = False  # every rank takes part in the second round, so every rank must know its sizes before
 
-    def __init__(self, device: torch.device, chunk: int = CHUNK) -> None:
-        super().__init__()
+    def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None, chunk: int = CHUNK) -> None:
+        super().__init__(group)
         self._cuda = device.type == "cuda"  # without it, the same steps on the CPU, for tests
         self._chunk = chunk
         self._stream = torch.cuda.Stream(device) if self._cuda else None  # type: ignore[no-untyped-call]
@@ -116,7 +121,7 @@ class Nccl(Gloo):
         self._all = torch.empty(chunk * self.world, dtype=torch.uint8, device=device)
         self._pool = Pool(KEEP, self._pinned)
         if self._cuda:  # the first one makes the communicator: here, not in a step
-            _all_gather(self._all[: self.world], self._mine[:1])
+            _all_gather(self._all[: self.world], self._mine[:1], group=group)
 
     def second(self, sending: Sequence[Array], places: Sequence[Places]) -> list[memoryview]:
         buffers = [] if self.rank else [self._pool.take(extent(p)) for p in places]
@@ -126,7 +131,7 @@ class Nccl(Gloo):
             for k, at in enumerate(range(0, largest, self._chunk)):
                 n = min(self._chunk, largest - at)
                 self._fill(k % 2, sending, places[self.rank], range(at, at + n))
-                _all_gather(self._all[: n * self.world], self._mine[:n])
+                _all_gather(self._all[: n * self.world], self._mine[:n], group=self._group)
                 for r, whole in enumerate(wholes):
                     target = whole[at : at + n]
                     target.copy_(self._all[r * n : r * n + len(target)], non_blocking=True)
@@ -153,12 +158,12 @@ class Nccl(Gloo):
         return array
 
 
-def transport_for(device: torch.device | None) -> Transport:
-    """What the default group has for results that come from `device`; the same kind on all ranks."""
+def transport_for(device: torch.device | None, group: dist.ProcessGroup | None) -> Transport:
+    """What the group has for results that come from `device`; the same kind on all ranks."""
     grouped = dist.is_available() and dist.is_initialized()
-    if grouped and device is not None and device.type == "cuda" and "cuda:nccl" in dist.get_backend_config():
-        return Nccl(device)
-    return Gloo()
+    if grouped and device is not None and device.type == "cuda" and "cuda:nccl" in dist.get_backend_config(group):
+        return Nccl(device, group)
+    return Gloo(group)
 
 
 class Pool:
