@@ -48,7 +48,7 @@ class Service:
     def __init__(self, model: str, *, verb: str = "serve", run_dir: Path | None = None, **settings: object) -> None:
         self.port = int(settings.pop("port", 0) or free_port())
         self.run_dir = run_dir or Path(tempfile.mkdtemp(prefix="phx-", dir="/dev/shm"))
-        self.log_path = self.run_dir.with_name(f"{self.run_dir.name}-{verb}.log")
+        self.log_path = self.run_dir.with_name(f"{self.run_dir.name}-{verb}-{self.port}.log")
         self.cwd = settings.pop("cwd", ROOT)
         environment = {key: value for key, value in os.environ.items() if not key.startswith("PHALANX_")}
         environment |= {"PHALANX_PORT": str(self.port), "PHALANX_RUN_DIR": str(self.run_dir), "OMP_NUM_THREADS": "1"}

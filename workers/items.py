@@ -5,6 +5,7 @@ Whatever is wrong with an item becomes that item's error, in `failures` by its i
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Sequence
@@ -292,10 +293,7 @@ def _encode_json(results: Sequence[Any] | np.ndarray, failures: Failures, size: 
 
 def _json(result: Any) -> bytes:
     try:
-        try:
-            text = orjson.dumps(result, _plain, orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY)
-        except TypeError:  # once more without its own reading of arrays, which knows one byte order only
-            text = orjson.dumps(result, _plain, orjson.OPT_NON_STR_KEYS)
+        text = _dumps(result)
     except (TypeError, ValueError, RecursionError) as error:
         why = said(error.__cause__ or error, kind=False)
         raise UnencodableResult(f"a result of type {type(result).__name__} has no JSON form: {why}") from error
@@ -308,6 +306,19 @@ def _json(result: Any) -> bytes:
         if not finite:
             raise NonFiniteResult("the result holds NaN or infinity, which JSON cannot say; ask for application/x-npy")
     return text
+
+
+def _dumps(result: Any) -> bytes:
+    try:
+        return orjson.dumps(result, _plain, orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY)
+    except TypeError:  # once more without its own reading of arrays, which knows one byte order only
+        try:
+            return orjson.dumps(result, _plain, orjson.OPT_NON_STR_KEYS)
+        except TypeError as error:
+            if "64-bit" not in str(error):
+                raise
+    # whole numbers that take more than 64 bits, which JSON has and orjson has not
+    return json.dumps(result, default=_plain, allow_nan=False, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 def _plain(value: Any) -> Any:
