@@ -33,6 +33,7 @@ TICK = 0.25  # seconds between two looks at canaries
 IDLE = 1.0  # seconds after a step at which an idle group gets a canary
 CANARY_TIMEOUT = 2.0  # seconds, at least
 CANARY_FACTOR = 5  # times the group's own warm-up step
+PAUSED = 1.0  # seconds between two ticks beyond which this process itself stood still
 MISSING = 2.0  # seconds that a group whose connection closed has to say HELLO again
 FENCE_DELAY = 0.5  # seconds
 PROBES = (0.0, 0.02, 0.2)  # seconds after a disconnect: the socket may learn of it later than its monitor
@@ -70,6 +71,7 @@ class Dispatcher:
         self._loop = asyncio.get_running_loop()
         self._without_group_since = time.monotonic()
         self._queue.open()
+        self._ticked = time.monotonic()
         self._ticker = self._loop.call_later(TICK, self._tick)
 
     async def drain(self, seconds: float) -> None:
@@ -181,13 +183,15 @@ class Dispatcher:
             return False
         now = time.monotonic()
         patience = timeout * (len(group.flights) + 1)  # a step's own time begins when those before it have ended
-        late = self._loop.call_later(patience + LATE, self._lost, group, f"step {self._step} did not end")
-        group.flights[self._step] = Flight(batch, late, now + patience)
+        group.flights[self._step] = Flight(batch, self._watch(group, self._step, patience), now + patience)
         for request in steps.requests(batch) if batch else ():
             if not request.started:
                 request.started = now
                 self.metrics.queue_seconds.observe(now - request.added)
         return True
+
+    def _watch(self, group: Group, step: int, seconds: float) -> asyncio.TimerHandle:
+        return self._loop.call_later(seconds + LATE, self._lost, group, f"step {step} did not end")
 
     # ---- messages in
 
@@ -335,6 +339,17 @@ class Dispatcher:
     def _tick(self) -> None:
         """Canaries: a group that nothing else proves alive runs its own example."""
         self._ticker = self._loop.call_later(TICK, self._tick)
+        now = time.monotonic()
+        stood_still, self._ticked = now - self._ticked - TICK, now
         for group in list(self.groups.values()):
-            if not (group.flights or group.leaving or group.missing) and time.monotonic() - group.last_step >= IDLE:
+            if stood_still > PAUSED:
+                self._allow_for(stood_still, group)
+            if not (group.flights or group.leaving or group.missing) and now - group.last_step >= IDLE:
                 self._send(group, None)
+
+    def _allow_for(self, stood_still: float, group: Group) -> None:
+        """This process was stopped, or its machine: what came late meanwhile is not the group's fault."""
+        for number, flight in group.flights.items():
+            flight.late.cancel()
+            flight.expires += stood_still
+            flight.late = self._watch(group, number, max(0.0, flight.expires - self._ticked))

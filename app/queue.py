@@ -55,6 +55,7 @@ class Queue:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a rank 0 that connects anew is not held up by its own past
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.set_hwm(wire.HIGH_WATER_MARK)
         self._socket.setsockopt(zmq.HEARTBEAT_IVL, wire.HEARTBEAT_MS)

@@ -184,7 +184,7 @@ class _Answers:
             if len(batch) != stop - start:
                 raise ModelError("preprocess refused on a second try what it had taken")
             if isinstance(batch, torch.Tensor):
-                batch = batch.to(self.device, copy=True)  # predict may write into it, raise, and get the items again
+                batch = batch.to(self.device)
             with torch.inference_mode():
                 returned = self.model.predict(batch, **copy.deepcopy(self.parameters))
                 results = _results(returned, stop - start, self.model.postprocess is not None)

@@ -121,7 +121,9 @@ class Lifeline:
         self.rank = rank
         self._epoch_dir = epoch_dir
         self._stacks = open(epoch_dir / f"stacks-{rank}.txt", "a")  # noqa: SIM115 - for the life of the process
-        (epoch_dir / f"pid-{rank}").write_text(str(os.getpid()))  # the launcher looks at how it ends
+        draft = epoch_dir / f".pid-{rank}"
+        draft.write_text(str(os.getpid()))
+        draft.rename(epoch_dir / f"pid-{rank}")  # never seen half-written: the launcher looks at how it ends
         faulthandler.enable(self._stacks)  # a segfault leaves its stacks too
         faulthandler.register(signal.SIGUSR2, self._stacks, all_threads=True)
         self._peers: dict[int, Member] = {}  # by pidfd; replaced, never changed, once it is watched
