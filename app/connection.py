@@ -120,6 +120,8 @@ class Connection(HttpToolsProtocol):
         if not self.parser.should_upgrade():
             self._whole = True
             super().on_message_complete()
+            if not self.pipeline:  # a large body may have paused it, and only who reads learns of a hang-up
+                self.flow.resume_reading()
 
     def pause_writing(self) -> None:
         super().pause_writing()

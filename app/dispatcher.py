@@ -182,8 +182,10 @@ class Dispatcher:
                 self._loop.call_later(TICK, self._feed_soon)
             return False
         now = time.monotonic()
-        patience = timeout * (len(group.flights) + 1)  # a step's own time begins when those before it have ended
-        group.flights[self._step] = Flight(batch, self._watch(group, self._step, patience), now + patience)
+        # A step's own time begins when those before it have ended, those of an earlier session among them.
+        held = 0 if group.settled else group.hello.held * self._settings.step_timeout
+        patience = timeout + held + sum(flight.timeout for flight in group.flights.values())
+        group.flights[self._step] = Flight(batch, self._watch(group, self._step, patience), now + patience, timeout)
         for request in steps.requests(batch) if batch else ():
             if not request.started:
                 request.started = now
@@ -207,6 +209,7 @@ class Dispatcher:
             flight = group.flights.pop(message.step)
             flight.late.cancel()
             group.last_step = time.monotonic()
+            group.settled = True
             self._ended(group, flight, message, payload)
             self._feed_soon()
         else:
@@ -226,7 +229,7 @@ class Dispatcher:
         if group is not None:  # the connection was lost for a while, and with it perhaps a step
             log.warning("%s said HELLO again", group.name)
             self._requeue(group, strike=False)
-            group.missing = False
+            group.missing = group.settled = False
             group.hello = hello
         else:
             if (old := self.groups.get(hello.group)) is not None:

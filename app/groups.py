@@ -19,6 +19,7 @@ class Flight:
     batch: Batch | None
     late: asyncio.TimerHandle
     expires: float
+    timeout: float  # seconds, its own
 
     @property
     def size(self) -> int:
@@ -35,6 +36,7 @@ class Group:
     last_step: float = field(default_factory=time.monotonic)  # its HELLO follows a step through the whole path
     canary_failure: str | None = None
     leaving: bool = False
+    settled: bool = False  # has ended a step since its HELLO, so that it holds none from before
     missing: bool = False  # its connection has closed, and it has not said HELLO again
     ended_by: str = ""
 

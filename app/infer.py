@@ -16,7 +16,7 @@ from app.metrics import Metrics
 from app.problem import problem
 from app.settings import Settings
 from app.steps import Request
-from workers.errors import BodyTimeout, InvalidItem, MalformedHeader, PhalanxError, TooLarge
+from workers.errors import BodyTimeout, InternalError, InvalidItem, MalformedHeader, PhalanxError, TooLarge
 from workers.wire import Encoding
 
 Headers = list[tuple[bytes, bytes]]
@@ -43,6 +43,7 @@ class Infer:
             try:
                 status, headers, body = await self._answer(scope, receive, hold, began)
             except PhalanxError as error:
+                error.__traceback__ = None  # it would keep the body until the next full garbage collection
                 status, headers, body = problem(error, request_id)
             hold.add_bytes(len(body))
             self._metrics.requests.labels(status).inc()
@@ -50,7 +51,11 @@ class Infer:
             await send({"type": "http.response.start", "status": status, "headers": headers})
             await send({"type": "http.response.body", "body": body})
         except ClientGone as gone:
+            gone.__traceback__ = None  # likewise
             self._metrics.aborted.labels(str(gone)).inc()
+        except Exception:  # the door answers
+            self._metrics.requests.labels(InternalError.status).inc()
+            raise
         finally:
             hold.release()
 

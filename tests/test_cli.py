@@ -109,3 +109,15 @@ def test_two_services_run_side_by_side_and_ctrl_c_stops_one(digits: Service) -> 
         assert other.stop(signal.SIGINT) == 0
         until(lambda: not any(map(alive, family)), 2, "all gone")
     assert digits.ready()
+
+
+def test_status_says_how_each_rank_is(digits: Service) -> None:
+    done = phalanx("status", PHALANX_RUN_DIR=str(digits.run_dir))
+    assert done.returncode == 0
+    assert done.stdout.splitlines()[1:] == ["rank 0: ready", "rank 1: ready"]
+
+
+def test_status_of_a_place_without_ranks_is_bad(tmp_path: Path) -> None:
+    done = phalanx("status", PHALANX_RUN_DIR=str(tmp_path))
+    assert done.returncode == 1
+    assert "no epoch" in done.stdout

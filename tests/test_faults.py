@@ -196,6 +196,42 @@ def test_a_front_end_that_is_paused_keeps_its_group(obedient: Service) -> None:
 
 
 @pytest.mark.long
+def test_steps_of_uneven_ranks_that_each_keep_their_deadline_fell_nobody(fragile: Service) -> None:
+    pids = fragile.pids()
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:  # rank 0 is done at once, and far ahead of rank 1
+        answers = [
+            pool.submit(fragile.outputs, [n, n], parameters={"rank": 1, "sleep": 1.5 + n / 100}) for n in range(4)
+        ]
+        assert [answer.result(60) for answer in answers] == [[n, n] for n in range(4)]
+    assert fragile.pids() == pids
+
+
+@pytest.mark.long
+def test_a_front_end_that_comes_back_to_a_busy_group_waits_for_it() -> None:
+    workers = Service(f"{MODELS}:Obedient", verb="workers", ranks=2)
+    here = {"port": workers.port, "run_dir": workers.run_dir}
+    app = Service("unused", verb="app", **here).wait_ready()
+    try:
+        pids = app.pids()
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            lost = pool.submit(app.infer, list(range(4)), parameters={"sleep": 12})  # longer than a canary may take
+            until(lambda: app.info()["queue"]["items"] == 4)
+            app.process.kill()
+            app.process.wait()
+            assert isinstance(lost.exception(10), httpx.TransportError)
+        app.client.close()
+        app = Service("unused", verb="app", **here)
+        app.wait_ready()
+        assert app.outputs(["next"]) == ["next"]
+        assert app.pids() == pids
+    finally:
+        app.stop()
+        app.close()
+        workers.stop()
+        workers.close()
+
+
+@pytest.mark.long
 def test_a_rank_that_is_stopped_in_a_step_is_felled_at_the_deadline(fragile: Service) -> None:
     pids = fragile.pids()
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
@@ -302,6 +338,24 @@ def test_what_is_not_done_at_the_end_of_the_drain_gets_503_rather_than_silence()
         assert not service.run_dir.exists()
     finally:
         service.close()
+
+
+@pytest.mark.parametrize("size", [300_000, 5_000_000])
+def test_a_client_that_hangs_up_after_a_large_body_frees_it(size: int, obedient: Service) -> None:
+    body = json.dumps({"inputs": ["x" * size]}).encode()
+    head = b"POST /infer HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        blockers = []
+        for n in (1, 2):
+            blockers.append(pool.submit(obedient.outputs, ["blocker"], parameters={"sleep": 1.0}))
+            until(lambda n=n: obedient.info()["queue"]["items"] == n)
+        with socket.create_connection(("127.0.0.1", obedient.port)) as sock:
+            sock.sendall(head % len(body))
+            until(lambda: obedient.info()["queue"]["bytes"] >= size, 1)
+            sock.sendall(body)
+            until(lambda: obedient.info()["queue"]["waiting_items"] == 1, 1)
+        until(lambda: obedient.info()["queue"]["items"] == 2, 1)
+        assert [blocker.result() for blocker in blockers] == [["blocker"]] * 2
 
 
 def test_clients_that_hang_up_free_their_queued_items(obedient: Service) -> None:

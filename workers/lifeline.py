@@ -14,11 +14,13 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import json
+import math
 import os
 import select
 import signal
 import threading
 import time
+from collections import deque
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -122,12 +124,13 @@ class Lifeline:
         self._epoch_dir = epoch_dir
         self._stacks = open(epoch_dir / f"stacks-{rank}.txt", "a")  # noqa: SIM115 - for the life of the process
         draft = epoch_dir / f".pid-{rank}"
-        draft.write_text(str(os.getpid()))
+        draft.write_text(f"{os.getpid()} {start_time(os.getpid())}")
         draft.rename(epoch_dir / f"pid-{rank}")  # never seen half-written: the launcher looks at how it ends
         faulthandler.enable(self._stacks)  # a segfault leaves its stacks too
         faulthandler.register(signal.SIGUSR2, self._stacks, all_threads=True)
         self._peers: dict[int, Member] = {}  # by pidfd; replaced, never changed, once it is watched
-        self._steps: tuple[tuple[float, float, str], ...] = ()  # deadline (monotonic), seconds, what; likewise
+        self._steps: deque[tuple[float, str]] = deque()  # that have begun: seconds, what
+        self._deadline = math.inf, ""  # of the first of them (monotonic), and what to say when it has passed
         self._released = False
         self._arming = threading.Lock()
         self._felling = threading.Lock()
@@ -157,21 +160,28 @@ class Lifeline:
         threading.Thread(target=self._watch, name="lifeline", daemon=True).start()
 
     def begin(self, seconds: float, what: str) -> None:
-        """A step begins: unless `end` comes within `seconds`, the group is felled; `what` is said in the report."""
+        """A step begins: unless `end` comes within `seconds`, the group is felled; `what` is said in the report.
+
+        Its time counts from the end of the step before, if that comes later: a peer may still be busy with that one.
+        """
         with self._arming:
-            self._arm((*self._steps, (time.monotonic() + seconds, seconds, what)))
+            self._steps.append((seconds, what))
+            if len(self._steps) == 1:
+                self._arm()
 
     def end(self) -> None:
         """The step that began first is over; its deadline holds no more. For any thread, as is `begin`."""
         with self._arming:
-            self._arm(self._steps[1:])
+            self._steps.popleft()
+            self._arm()
 
-    def _arm(self, steps: tuple[tuple[float, float, str], ...]) -> None:
-        self._steps = steps
-        if steps:
-            left = max(0.0, min(steps)[0] - time.monotonic())
-            faulthandler.dump_traceback_later(left + BACKSTOP, exit=True, file=self._stacks)
+    def _arm(self) -> None:
+        if self._steps:
+            seconds, what = self._steps[0]
+            self._deadline = time.monotonic() + seconds, f"{what} took longer than {seconds:g} s"
+            faulthandler.dump_traceback_later(seconds + BACKSTOP, exit=True, file=self._stacks)
         else:
+            self._deadline = math.inf, ""
             faulthandler.cancel_dump_traceback_later()
 
     def release(self) -> None:
@@ -203,13 +213,13 @@ class Lifeline:
 
     def _watch(self) -> None:
         while True:
-            left = min([TICK, *(deadline - time.monotonic() for deadline, _, _ in self._steps)])
+            left = min(TICK, self._deadline[0] - time.monotonic())
             for pidfd, peer in self._ended(max(0.0, left)).items():
                 self._mourn(peer)
                 self._peers = {fd: other for fd, other in self._peers.items() if fd != pidfd}
-            for deadline, seconds, what in self._steps:
-                if time.monotonic() >= deadline:
-                    self.fell("deadline", f"{what} took longer than {seconds:g} s")
+            deadline, what = self._deadline
+            if time.monotonic() >= deadline:
+                self.fell("deadline", what)
 
     def _ended(self, seconds: float) -> dict[int, Member]:
         """The peers that have ended, or the first that do within that time; for any thread, hence a poll of its own."""

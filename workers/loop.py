@@ -1,7 +1,8 @@
 """One rank's life: meet, load, warm up, then the loop; it knows no HTTP.
 
-Three threads, so that the model need not wait: the main thread takes steps in and sends results, and never waits for
-anything else; all of a model's code runs in a second one; the third brings what comes out of it to the collect.
+Three threads, so that the model need not wait. All of a model's code runs in the main thread, as its libraries may
+expect; a second one takes steps in and sends results, and never waits for anything else; the third brings what comes
+out of the model to the collect.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from queue import SimpleQueue
 from typing import NamedTuple
 
 import torch
@@ -57,7 +59,8 @@ class Rank:
         self.lifeline = lifeline
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.step = 0
-        self.model_thread = ThreadPoolExecutor(1, "model")
+        self.shards: SimpleQueue[tuple[Shard, Buffer, Future[Done]] | None] = SimpleQueue()  # for the model
+        self.steps_thread = ThreadPoolExecutor(1, "steps")
         self.collect_thread = ThreadPoolExecutor(1, "collect")
         self.running: deque[_Running] = deque()  # in the order of the steps
         self.collected = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # readable when a step has been
@@ -72,10 +75,11 @@ class Rank:
         (self.epoch_dir / f"ready-{self.rank}").touch()
         if self.flags.check:
             self._report()
-        elif self.rank == 0:
-            self._lead(warmup)
         else:
-            self._follow()
+            steps = self.steps_thread.submit(self._pass_steps, warmup)
+            while (shard := self.shards.get()) is not None:
+                self._run(*shard)
+            steps.result()
         self._leave()
 
     # ---- start
@@ -93,10 +97,8 @@ class Rank:
     def _load(self) -> None:
         self.device = _device(self.flags.device, self.local_rank, int(os.environ["LOCAL_WORLD_SIZE"]))
         self._set_device()
-        for thread in (self.model_thread, self.collect_thread):
-            thread.submit(self._set_device).result()
-        loading = self.model_thread.submit(model.load, self.flags.model, self.device, self.flags.max_batch_size)
-        self.model = loading.result()
+        self.collect_thread.submit(self._set_device).result()
+        self.model = model.load(self.flags.model, self.device, self.flags.max_batch_size)
         self.forward = Forward(self.model, self.device)
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else ""
         self.store.set(f"device/{self.rank}", f"{self.device} {name}".strip())
@@ -112,6 +114,7 @@ class Rank:
             self.inbox.bind(f"ipc://{self.epoch_dir}/rank-{self.rank}.sock")
         self._wait_for_all("loaded")  # in the store: ranks may load for longer than a collective waits
         on_cuda = self.device.type == "cuda"
+        timeout = timedelta(seconds=self.flags.process_group_timeout)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
         dist.init_process_group(
@@ -119,11 +122,11 @@ class Rank:
             store=dist.PrefixStore(f"group/{self.flags.epoch}", self.store),  # type: ignore[attr-defined]
             rank=self.rank,
             world_size=self.world,
-            timeout=timedelta(seconds=self.flags.process_group_timeout),
+            timeout=timeout,
             device_id=self.device if on_cuda else None,
         )
         # a group of its own: a model that uses the default one does so while the step before is collected
-        self.collector = Collector(epoch=self.flags.epoch, device=self.device, group=dist.new_group())
+        self.collector = Collector(epoch=self.flags.epoch, device=self.device, group=dist.new_group(timeout=timeout))
         self.outboxes: dict[int, zmq.Socket[bytes]] = {}
         for r in range(1, self.world) if self.rank == 0 else ():
             self.outboxes[r] = self.context.socket(zmq.PUSH)
@@ -142,6 +145,9 @@ class Rank:
                 raise GroupError(f"rank 0 sent no shard within {timeout:g} s")
             else:
                 self._take()
+            shard = self.shards.get()
+            assert shard is not None
+            self._run(*shard)
             self.running[0].collected.result()
             for message, frames in self._results():
                 self.warm = message, frames
@@ -152,10 +158,22 @@ class Rank:
 
     # ---- the loop
 
+    def _pass_steps(self, warmup: float) -> None:
+        """In its own thread, until the group leaves; what goes wrong here ends the group at once."""
+        try:
+            if self.rank == 0:
+                self._lead(warmup)
+            else:
+                self._follow()
+        except Exception as error:
+            log.exception("the rank fells its group")
+            self.lifeline.fell("exception", f"{type(error).__name__}: {error}")
+        self.shards.put(None)
+
     def _lead(self, warmup: float) -> None:
         """Rank 0: poll until there is a step, which is spread, or one that has been collected, which is answered."""
         address = f"ipc://{self.flags.run_dir}/queue.sock"
-        queue = Queue(self.context, address, self._hello(warmup), self.epoch_dir / "leave")
+        queue = Queue(self.context, address, self._hello(warmup), self.epoch_dir / "leave", lambda: len(self.running))
         while self.running or not queue.left:
             taken = queue.next(self.collected)
             if taken is not None:
@@ -204,7 +222,8 @@ class Rank:
 
     def _begin(self, shard: Shard, frame: Buffer, step: Step | None) -> None:
         """Hand a shard to the model, and what comes of it to the collect."""
-        done = self.model_thread.submit(self._forward, shard, frame)
+        done: Future[Done] = Future()
+        self.shards.put((shard, frame, done))
         collected = self.collect_thread.submit(self._collect, shard, done)
         self.running.append(_Running(step, collected))
         collected.add_done_callback(lambda _: os.eventfd_write(self.collected, 1))
@@ -219,9 +238,12 @@ class Rank:
             if step is not None and parts is not None:
                 yield result(step, parts, seconds)
 
-    def _forward(self, shard: Shard, frame: Buffer) -> Done:
-        """In the model's thread: a shard's results, and its errors."""
+    def _run(self, shard: Shard, frame: Buffer, done: Future[Done]) -> None:
+        """In the main thread: a shard through the model."""
         self.lifeline.begin(shard.timeout, f"step {shard.step}")
+        done.set_result(self._forward(shard, frame))
+
+    def _forward(self, shard: Shard, frame: Buffer) -> Done:
         started = time.perf_counter()
         patience = shard.timeout / 4
         size = int(self.model.has_example) if shard.canary else len(shard.lengths)
@@ -268,7 +290,7 @@ class Rank:
         self.lifeline.release()
 
     def _leave(self) -> None:
-        self.model_thread.shutdown()
+        self.steps_thread.shutdown()
         self.collect_thread.shutdown()
         self._wait_for_all("left")  # every lifeline is released before the first rank goes
         dist.destroy_process_group()

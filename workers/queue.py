@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import select
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import msgspec
 import zmq
 import zmq.utils.monitor
 
@@ -25,7 +27,16 @@ class Queue:
     `left` becomes true when the group has been asked to leave and no further step will come.
     """
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, hello: Hello, leave: Path) -> None:
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        address: str,
+        hello: Hello,
+        leave: Path,
+        holds: Callable[[], int],
+    ) -> None:
+        """`holds` says how many steps the ranks have begun and not answered."""
+        self._holds = holds
         self._hello = hello
         self._leave = leave
         self._leaving_until = 0.0
@@ -48,6 +59,8 @@ class Queue:
     def next(self, wake: int) -> tuple[Step, list[Buffer]] | None:
         """The next step and its payload frames; None if the file descriptor `wake` is readable before, or at `left`."""
         self._poller.register(wake, zmq.POLLIN)
+        if self.left:
+            select.select([wake], [], [])
         while not self.left:
             ready = dict(self._poller.poll(POLL_MS))
             if self._monitor in ready:
@@ -73,7 +86,7 @@ class Queue:
         event = zmq.utils.monitor.recv_monitor_message(self._monitor)["event"]
         self._connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
         if self._connected:
-            self.send(self._hello)
+            self.send(msgspec.structs.replace(self._hello, held=self._holds()))
 
     def _has_left(self) -> bool:
         if self._leaving_until:

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from workers.errors import RunDirectoryError
-from workers.lifeline import process_stat
+from workers.lifeline import process_stat, start_time
 
 IPC_PATH = 107  # bytes a socket's path may have
 KEPT = 3  # dead epochs of a group whose directories stay for the post-mortem
@@ -86,15 +86,23 @@ def readiness(run_dir: Path, group: str = "0") -> tuple[bool, str]:
     if not epochs:
         return False, f"group {group} has had no epoch in {run_dir}"
     epoch = max(epochs)
-    said, all_well = [], True
-    for path in sorted(epochs[epoch].glob("pid-*")):
-        rank, pid = path.name.removeprefix("pid-"), path.read_text()
-        stat_of = process_stat(int(pid))
-        alive = stat_of is not None and stat_of[0] not in "ZX"
-        ready = path.with_name(f"ready-{rank}").exists()
-        all_well = all_well and alive and ready
-        said.append(f"rank {rank} (pid {pid}): {'ready' if ready else 'loading'}{'' if alive else ', but gone'}")
-    return all_well and bool(said), "\n".join([f"group {group}, epoch {epoch}", *(said or ["no rank has come up yet"])])
+    directory = epochs[epoch]
+    said, all_well = [f"group {group}, epoch {epoch}"], True
+    for path in sorted(directory.glob("pid-*")):
+        rank = path.name.removeprefix("pid-")
+        state = "gone"
+        with suppress(OSError, ValueError):  # its epoch may be cleared away meanwhile
+            pid, started = map(int, path.read_text().split())
+            stat_of = process_stat(pid)
+            if stat_of is not None and start_time(pid) == started and stat_of[0] not in "ZX":
+                state = "ready" if (directory / f"ready-{rank}").exists() else "loading"
+                state = "stopped" if stat_of[0] in "Tt" else state
+        all_well = all_well and state == "ready"
+        said.append(f"rank {rank}: {state}")
+    ending = [path.name for path in directory.glob("*") if path.name.startswith(("failed-", "fenced", "leave"))]
+    if ending:
+        said.append(f"it is ending ({', '.join(sorted(ending))})")
+    return all_well and len(said) > 1 and not ending, "\n".join(said)
 
 
 def keep_post_mortem(run_dir: Path, name: str, text: str) -> Path:

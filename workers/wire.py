@@ -15,7 +15,7 @@ import msgspec
 
 from workers.errors import GroupError
 
-WIRE = 1  # raised with every change to this file that the other side could misread
+WIRE = 2  # raised with every change to this file that the other side could misread
 HIGH_WATER_MARK = 8  # messages a socket holds for a peer
 HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 500, 2000
 
@@ -113,6 +113,7 @@ class Hello(_Message, frozen=True, array_like=True, tag=True):
     devices: list[str]
     pids: list[int]
     warmup_seconds: float
+    held: int = 0  # steps begun and not answered: of an earlier session, if this one is new
 
 
 class Leaving(_Message, frozen=True, array_like=True, tag=True):
