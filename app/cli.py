@@ -91,6 +91,9 @@ def _serve(settings: Settings) -> int:
 def _app(settings: Settings) -> int:
     from app.main import create_app
     from app.server import Server
+    from workers.memory import keep_freed_blocks
+
+    keep_freed_blocks()
 
     def on_ready(group: Group) -> None:
         host, port = server.bind()

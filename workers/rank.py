@@ -11,6 +11,7 @@ from pathlib import Path
 
 from workers.errors import ModelLoadError
 from workers.lifeline import Lifeline, die_with_parent
+from workers.memory import keep_freed_blocks
 
 log = logging.getLogger("workers")
 
@@ -33,6 +34,7 @@ def _flags(argv: Sequence[str]) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> None:
     die_with_parent()
+    keep_freed_blocks()
     flags = _flags(sys.argv[1:] if argv is None else argv)
     logging.basicConfig(
         stream=sys.stdout,

@@ -16,6 +16,7 @@ import torch
 from tests.models import Heavy, Images
 from workers import model
 from workers.forward import Forward
+from workers.memory import keep_freed_blocks
 from workers.wire import Form
 
 ITEMS = 64
@@ -45,6 +46,7 @@ def codec() -> Callable[[], object]:
 
 def main() -> None:
     torch.set_num_threads(1)
+    keep_freed_blocks()  # as the ranks do
     work = {"model": lambda: forward(Heavy), "codec": codec, "images": lambda: forward(Images)}[sys.argv[1]]()
     work()
     print("ready", flush=True)
