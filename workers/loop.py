@@ -95,7 +95,7 @@ class Rank:
         self.lifeline.watch(self.members)
 
     def _load(self) -> None:
-        self.device = _device(self.flags.device, self.local_rank, int(os.environ["LOCAL_WORLD_SIZE"]))
+        self.device = model.device(self.flags.device, self.local_rank, int(os.environ["LOCAL_WORLD_SIZE"]))
         self._set_device()
         self.collect_thread.submit(self._set_device).result()
         self.model = model.load(self.flags.model, self.device, self.flags.max_batch_size)
@@ -327,12 +327,3 @@ class Rank:
         failures: items.Failures = {}
         encoded = items.encode([self.model.example], failures, 1, "json")
         return encoded.frame if self.model.has_example and not failures else None
-
-
-def _device(wanted: str, local_rank: int, local_world: int) -> torch.device:
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if wanted == "cpu" or (wanted == "auto" and count == 0):
-        return torch.device("cpu")
-    if count < local_world:
-        raise ModelLoadError(f"{local_world} ranks need {local_world} GPUs, and {count} can be seen; lower the ranks")
-    return torch.device("cuda", local_rank)

@@ -86,6 +86,16 @@ class Model:
                 raise InvalidParameters(f"{self.name} needs the parameter {name!r}")
 
 
+def device(wanted: str, local_rank: int, local_world: int) -> torch.device:
+    """Where a rank of this host runs; `wanted` is auto, cpu or cuda. ModelLoadError: there are too few GPUs."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if wanted == "cpu" or (wanted == "auto" and count == 0):
+        return torch.device("cpu")
+    if count < local_world:
+        raise ModelLoadError(f"{local_world} ranks need {local_world} GPUs, and {count} can be seen; lower the ranks")
+    return torch.device("cuda", local_rank)
+
+
 def load(where: str, device: torch.device, max_batch_size: int = 0) -> Model:
     """Load `package.module:Class`, `path/to/file.py:Class` or the name of an embedded model onto `device`.
 
