@@ -244,12 +244,13 @@ def _checked(array: np.ndarray, index: list[int], failures: Failures, spec: Tens
         limits = np.iinfo(target)
         refuse(any_number((array < limits.min) | (array > limits.max)), f"a number does not fit in {spec.dtype}")
     with np.errstate(over="ignore", invalid="ignore"):
-        tensor = torch.from_numpy(np.array(array, target))  # a copy in native byte order that the model may write into
+        cast = np.array(array, target)  # a copy in native byte order that the model may write into
+    tensor = torch.from_numpy(cast)
     if spec.dtype == "bfloat16":
         tensor = tensor.to(torch.bfloat16)
-    if tensor.is_floating_point() and tensor.numel():
-        finite = torch.isfinite(tensor).reshape(len(array), -1).all(dim=1).numpy()
-        refuse(~finite, f"a number is not finite in {spec.dtype}")
+        cast = tensor.float().numpy()
+    if target.kind == "f" and not np.isfinite(cast).all():
+        refuse(any_number(~np.isfinite(cast)), f"a number is not finite in {spec.dtype}")
     low = -math.inf if spec.minimum is None else spec.minimum
     high = math.inf if spec.maximum is None else spec.maximum
     if array.size and (low, high) != (-math.inf, math.inf):

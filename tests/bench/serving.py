@@ -289,15 +289,16 @@ def ranks(bench: Bench) -> None:
 
             def sample(service: Service = service, gaps: list[float] = gaps) -> None:
                 time.sleep(bench.seconds / 2)
-                for _ in range(10):
-                    answer = service.client.post("/infer", content=body, headers={"content-type": NPY})
-                    gaps.extend(set(np.load(io.BytesIO(answer.content)).ravel().tolist()))
+                answer = service.client.post("/infer", content=body, headers={"content-type": NPY})
+                gaps.extend(set(np.load(io.BytesIO(answer.content)).ravel().tolist()))
 
             found = []
             for turn_number in range(bench.rounds + 1):
                 thread = threading.Thread(target=sample)
                 thread.start()
-                rate = 64 * turn().rate
+                before, started = service.metric("phalanx_step_items_sum"), time.perf_counter()
+                turn()
+                rate = (service.metric("phalanx_step_items_sum") - before) / (time.perf_counter() - started)
                 thread.join()
                 if turn_number:
                     found.append(rate)
