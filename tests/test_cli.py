@@ -30,6 +30,7 @@ def test_check_runs_the_example_on_every_rank_and_says_what_came_out() -> None:
     assert 'rank 1: {"digit":6,' in done.stdout
 
 
+@pytest.mark.long
 def test_check_of_a_model_whose_example_fails_says_why(tmp_path: Path) -> None:
     model = tmp_path / "broken.py"
     model.write_text(

@@ -119,9 +119,8 @@ WHY = {
 @pytest.mark.parametrize(
     "fault",
     [
-        "exit 0",
         "hang with the GIL",
-        *(pytest.param(fault, marks=pytest.mark.long) for fault in ("segfault", "hang", "exit from a thread")),
+        *(pytest.param(fault, marks=pytest.mark.long) for fault in WHY if fault != "hang with the GIL"),
     ],
 )
 def test_a_fault_in_a_step_costs_a_restart_and_no_request(fault: str, tmp_path: Path, fragile: Service) -> None:
