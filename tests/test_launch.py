@@ -56,12 +56,12 @@ class Launched:
     def pids(self, epoch: int) -> list[int]:
         """Those of the ranks, once both have one."""
         files = [self.epoch_dir(epoch) / f"pid-{rank}" for rank in range(2)]
-        until(lambda: all(file.exists() for file in files))
+        until(lambda: all(file.exists() and file.read_text() for file in files))
         return [int(file.read_text().split()[0]) for file in files]
 
     def started(self, epoch: int) -> list[int]:
         """Those of the ranks that have come to say it."""
-        return [int(file.read_text().split()[0]) for file in self.epoch_dir(epoch).glob("pid-*")]
+        return [int((file.read_text().split() or ["0"])[0]) for file in self.epoch_dir(epoch).glob("pid-*")]
 
     def agent(self) -> int:
         """The pid of what stands for torchrun."""
