@@ -18,7 +18,8 @@ import orjson
 
 from workers import wire
 from workers.errors import MalformedBody, NonFiniteResult, NotAcceptable, PhalanxError, UnsupportedMediaType
-from workers.wire import Buffer, Encoding, Form, RowForm
+from workers.ring import Block
+from workers.wire import Buffer, Encoding, Form, Place, RowForm
 
 MEDIA_TYPES: dict[Encoding, str] = {"json": "application/json", "npy": "application/x-npy"}
 MAX_NPY_HEADER = 4096  # bytes
@@ -34,6 +35,10 @@ class Items(Protocol):
     def slices(self, start: int, stop: int) -> Sequence[Buffer]: ...
 
     def lengths(self, start: int, stop: int) -> list[int]: ...
+
+    def place(self, start: int, stop: int) -> Place | None:
+        """Where the slices stand in the ring, end to end; None where they do not."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -95,9 +100,12 @@ def answer_encoding(accept: bytes | None, default: Encoding) -> Encoding:
 # ---- bodies to items
 
 
-def cut(body: bytes, accepts: Encoding, returns: Encoding) -> Cut:
-    """MalformedBody, with the place, for a body that is not what its content type promises."""
-    return _cut_json(body, returns) if accepts == "json" else _cut_npy(body, returns)
+def cut(body: Buffer, accepts: Encoding, returns: Encoding, block: Block | None = None) -> Cut:
+    """MalformedBody, with the place, for a body that is not what its content type promises.
+
+    `block` is what of the ring the body fills, if it does.
+    """
+    return _cut_json(body, returns) if accepts == "json" else _cut_npy(body, returns, block)
 
 
 class _Body(msgspec.Struct, forbid_unknown_fields=True):
@@ -121,13 +129,16 @@ class _JsonItems:
     def lengths(self, start: int, stop: int) -> list[int]:
         return [len(memoryview(raw)) for raw in self._raws[start:stop]]
 
+    def place(self, start: int, stop: int) -> Place | None:
+        return None
 
-def _cut_json(body: bytes, returns: Encoding) -> Cut:
+
+def _cut_json(body: Buffer, returns: Encoding) -> Cut:
     if not body:
         raise MalformedBody('the body is empty; send {"inputs": [item, ...]}')
     try:
-        if not body.isascii():
-            body.decode()  # cutting does not look into strings
+        if np.frombuffer(body, np.uint8).max() > 127:
+            str(body, "utf-8")  # cutting does not look into strings
         parsed = _body.decode(body)
     except msgspec.ValidationError as error:
         raise MalformedBody(f'{str(error)[:500]}; send {{"inputs": [item, ...], "parameters": {{...}}}}') from error
@@ -140,8 +151,11 @@ def _cut_json(body: bytes, returns: Encoding) -> Cut:
 
 
 class _NpyItems:
-    def __init__(self, rows: memoryview, count: int, length: int) -> None:
+    def __init__(self, rows: memoryview, count: int, length: int, block: Block | None, at: int) -> None:
+        """`rows` stand `at` so many bytes of `block`, which lives as long as they are wanted."""
         self._rows = rows
+        self._block = block
+        self._at = at
         self._count = count
         self._length = length
 
@@ -154,8 +168,14 @@ class _NpyItems:
     def lengths(self, start: int, stop: int) -> list[int]:
         return [self._length] * (stop - start)
 
+    def place(self, start: int, stop: int) -> Place | None:
+        if self._block is None:
+            return None
+        at = self._block.start + self._at
+        return Place(self._block.ring, at + start * self._length, (stop - start) * self._length)
 
-def _cut_npy(body: bytes, returns: Encoding) -> Cut:
+
+def _cut_npy(body: Buffer, returns: Encoding, block: Block | None) -> Cut:
     head = io.BytesIO(body[: MAX_NPY_HEADER + 16])
     try:
         version = np.lib.format.read_magic(head)
@@ -180,8 +200,8 @@ def _cut_npy(body: bytes, returns: Encoding) -> Cut:
         raise MalformedBody(f"an npy array {dtype}{list(shape)} has {shape[0] * length} bytes, the body {len(data)}")
     if fortran and len(shape) > 1:
         columns = np.frombuffer(data, dtype).reshape(shape, order="F")
-        data = memoryview(np.ascontiguousarray(columns).tobytes())
-    return Cut(_NpyItems(data, shape[0], length), Form("npy", returns, b"", (dtype.str, shape[1:])))
+        data, block = memoryview(np.ascontiguousarray(columns).tobytes()), None
+    return Cut(_NpyItems(data, shape[0], length, block, head.tell()), Form("npy", returns, b"", (dtype.str, shape[1:])))
 
 
 def frame(pieces: Sequence[tuple[Items, int, int]], encoding: Encoding) -> tuple[Buffer, list[int]]:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import http
 from dataclasses import dataclass
 from typing import Any, cast
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from app.door import HANG_UP
+from app.body import Fill
+from app.door import FILL, HANG_UP
 
+LONG = 64 * 1024  # bytes of a body from which it is worth a way of its own
 LINGER = 1.0  # seconds a refused client may go on sending before its connection is closed
 
 
@@ -111,6 +114,9 @@ class Connection(HttpToolsProtocol):
         self._whole = False
         self._cancel_deadline()
         super().on_headers_complete()
+        # the parser has seen to it that there is one length at most, and a number
+        if int(next((value for name, value in self.headers if name == b"content-length"), 0)) >= LONG:
+            cast("dict[str, Any]", self.scope)[FILL] = functools.partial(self._fill, self.cycle)
 
     def on_body(self, body: bytes) -> None:
         self._beyond = 0
@@ -122,6 +128,40 @@ class Connection(HttpToolsProtocol):
             super().on_message_complete()
             if not self.pipeline:  # a large body may have paused it, and only who reads learns of a hang-up
                 self.flow.resume_reading()
+
+    async def _fill(self, cycle: RequestResponseCycle, target: memoryview, silence: float) -> None:
+        """What `FILL` offers. After BodyTimeout the connection takes nothing more and closes behind the answer."""
+        if cycle.disconnected:
+            raise ConnectionResetError("the client has gone")
+        if cycle.waiting_for_100_continue:
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            cycle.waiting_for_100_continue = False
+        here, cycle.body = cycle.body, bytearray()
+        target[: len(here)] = here
+        if cycle.more_body:
+            fill = Fill(self, target, len(here), silence)
+            self._read_with(fill)
+            try:
+                await fill.done
+            except BaseException:
+                self._refused = True
+                cycle.keep_alive = False
+                self._read_with(self)
+                raise
+
+    def body_is_here(self) -> None:
+        """The rest of a body came past the parser, which a new one succeeds."""
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
+        self._head, self._beyond, self._whole = 0, 0, True
+        self.cycle.more_body = False
+        self._read_with(self)
+
+    def _read_with(self, protocol: asyncio.BaseProtocol) -> None:
+        if not self.transport.is_closing():
+            self.flow.pause_reading()  # the loop looks at the kind of a protocol when reading begins
+            self.transport.set_protocol(protocol)
+            self.flow.resume_reading()
 
     def pause_writing(self) -> None:
         super().pause_writing()

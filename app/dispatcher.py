@@ -23,7 +23,8 @@ from app.settings import Settings
 from app.steps import Request
 from workers import wire
 from workers.errors import DeadlineExceeded, Draining, NoGroup, PoisonItem
-from workers.wire import Buffer, Form, Goodbye, Hello, Leaving, Message, Ping, Result, Step
+from workers.ring import Block, Ring, open_ring
+from workers.wire import Buffer, Form, Goodbye, Hello, Leaving, Message, Ping, Place, Result, Step
 
 log = logging.getLogger("app")
 
@@ -56,6 +57,7 @@ class Dispatcher:
         self._settings = settings
         self._run_dir: Path = settings.run_directory.absolute()
         self._queue = Queue(self._run_dir, self._handle, self._disconnected)
+        self._ring: Ring | None = None
         self._batcher = Batcher(settings.max_wait_ms / 1000)
         self._requests: set[Request] = set()
         self._refused: set[bytes] = set()  # identities of epochs that are dead or superseded, for ever
@@ -71,6 +73,10 @@ class Dispatcher:
         self._loop = asyncio.get_running_loop()
         self._without_group_since = time.monotonic()
         self._queue.open()
+        try:
+            self._ring = open_ring(self._run_dir, self.session, self._settings.ring_bytes)
+        except OSError as error:
+            log.warning("no ring in %s: %s; large bodies go through the queue's socket", self._run_dir, error.strerror)
         self._ticked = time.monotonic()
         self._ticker = self._loop.call_later(TICK, self._tick)
 
@@ -87,9 +93,15 @@ class Dispatcher:
         self._ticker.cancel()
         for request in list(self._requests):
             request.end(Draining("the service has stopped"))
+        if self._ring is not None:
+            self._ring.close()
         self._queue.close()
 
     # ---- requests
+
+    def block(self, size: int) -> Block | None:
+        """Memory for a body that the ranks will see too; None where there is none left."""
+        return None if self._ring is None else self._ring.take(size)
 
     def submit(self, cut: Cut, request_id: str, deadline: float) -> Request:
         """Queue a request; `await request.future`, which raises a RequestError where the whole request fails.
@@ -170,8 +182,9 @@ class Dispatcher:
         if batch is None:
             timeout = min(timeout, max(CANARY_TIMEOUT, CANARY_FACTOR * group.hello.warmup_seconds))
         self._step += 1
-        form, lengths, payload = steps.shards(batch, group.hello.world) if batch else (Form("json", "json"), [], [])
-        step = Step(self.session, group.hello.epoch, self._step, form, lengths, timeout, canary=batch is None)
+        no_items: tuple[Form, list[list[int]], list[Place | None], list[Buffer]] = Form("json", "json"), [], [], []
+        form, lengths, places, payload = steps.shards(batch, group.hello.world) if batch else no_items
+        step = Step(self.session, group.hello.epoch, self._step, form, lengths, places, timeout, canary=batch is None)
         sent = self._queue.send(group.identity, step, payload)
         if sent is not Sent.YES:
             if batch is not None:

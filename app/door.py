@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hmac
 import logging
 import random
@@ -11,6 +12,7 @@ import re
 from collections.abc import Awaitable, Callable, Collection, MutableMapping
 from typing import Any
 
+from app.body import FillBody
 from app.problem import problem
 from workers.errors import InternalError, PhalanxError, TooLarge, Unauthorized, UnsupportedMediaType
 
@@ -24,6 +26,8 @@ App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 HANG_UP = "phalanx.hang_up"
 """In a request's scope the app may leave what the server calls if the client goes: that costs a fraction of a task that
 waits for `receive` to say so."""
+FILL = "phalanx.fill"
+"""In the scope of a request with a long body the server may leave a FillBody, which the app may use for `receive`."""
 OPEN_PATHS = frozenset({"/livez", "/readyz"})  # probes carry no key
 LINGER = 10.0  # seconds an unread body is read on for after the answer
 SILENCE = 1.0  # seconds without a byte of it that end the wait
@@ -55,6 +59,8 @@ class Door:
         visit = _Visit(receive, send, request_id, self.max_body_bytes)
         # A request without a body has nothing to be left unread, so its receive needs no watching.
         visit.unread = headers.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in headers
+        if FILL in scope:
+            scope[FILL] = functools.partial(visit.fill, scope[FILL])
         try:
             self._admit(scope["path"], headers)
             await self.app(scope, visit.receive if visit.unread else receive, visit.send)
@@ -113,6 +119,10 @@ class _Visit:
                 raise _too_large(self._limit)
             self.unread = message.get("more_body", False)
         return message
+
+    async def fill(self, fill: FillBody, target: memoryview, silence: float) -> None:
+        await fill(target, silence)
+        self.unread = False
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":

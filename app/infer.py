@@ -8,16 +8,19 @@ import time
 from collections.abc import Mapping, MutableMapping
 from typing import Any
 
+import numpy as np
+
 from app import codecs
 from app.batcher import Hold
 from app.dispatcher import Dispatcher
-from app.door import HANG_UP, Receive, Send
+from app.door import FILL, HANG_UP, Receive, Send
 from app.metrics import Metrics
 from app.problem import problem
 from app.settings import Settings
 from app.steps import Request
 from workers.errors import BodyTimeout, InternalError, InvalidItem, MalformedHeader, PhalanxError, TooLarge
-from workers.wire import Encoding
+from workers.ring import Block
+from workers.wire import Buffer, Encoding
 
 Headers = list[tuple[bytes, bytes]]
 Answer = tuple[int, Headers, bytes]
@@ -64,8 +67,8 @@ class Infer:
         accepts = codecs.request_encoding(headers.get(b"content-type"))
         returns = codecs.answer_encoding(headers.get(b"accept"), accepts)
         deadline = began + self._timeout(headers.get(b"x-request-timeout"))
-        body = await self._read(headers, receive, hold)
-        cut = codecs.cut(body, accepts, returns)
+        body, block = await self._read(scope, headers, receive, hold, accepts)
+        cut = codecs.cut(body, accepts, returns, block)
         if len(cut.items) > self._settings.max_items:
             raise TooLarge(f"{len(cut.items)} items are over the limit of {self._settings.max_items} in one request")
         hold.take_items(len(cut.items))
@@ -78,10 +81,28 @@ class Infer:
         self._count(request)
         return _write(request, request_id, returns, began)
 
-    async def _read(self, headers: Mapping[bytes, bytes], receive: Receive, hold: Hold) -> bytes:
-        """The whole body. Its bytes are accounted for before they are read: at once where its length is announced."""
+    async def _read(
+        self,
+        scope: MutableMapping[str, Any],
+        headers: Mapping[bytes, bytes],
+        receive: Receive,
+        hold: Hold,
+        accepts: Encoding,
+    ) -> tuple[Buffer, Block | None]:
+        """The whole body, and the block of the ring that it is in, if it is.
+
+        Its bytes are accounted for before they are read: at once where its length is announced.
+        """
         announced = int(headers.get(b"content-length", 0))
         hold.take_bytes(announced)
+        if (fill := scope.pop(FILL, None)) is not None:
+            block = self._dispatcher.block(announced) if accepts == "npy" else None
+            body = block.view if block else np.empty(announced, np.uint8).data
+            try:
+                await fill(body, self._settings.body_timeout)
+            except ConnectionResetError:
+                raise ClientGone("body") from None
+            return body, block
         chunks: list[bytes] = []
         size = 0
         while True:
@@ -99,7 +120,7 @@ class Infer:
                 hold.take_bytes(size - hold.bytes)
             chunks.append(chunk)
             if not message.get("more_body", False):
-                return b"".join(chunks) if len(chunks) != 1 else chunks[0]
+                return b"".join(chunks) if len(chunks) != 1 else chunks[0], None
 
     def _timeout(self, header: bytes | None) -> float:
         if header is None:

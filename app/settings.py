@@ -59,6 +59,9 @@ class Settings(BaseSettings):
     queue_bytes: Size = Field(
         ByteSize(512 * MIB), description="Bytes of bodies and answers held in all; beyond it, 429."
     )
+    ring_bytes: Size = Field(
+        ByteSize(256 * MIB), description="Memory in the run directory for long npy bodies, which the ranks read there."
+    )
     max_items: Count = Field(16384, description="Items in one request; beyond it, 413.")
     max_body_bytes: Size = Field(ByteSize(64 * MIB), description="Bytes in one request's body; beyond it, 413.")
     request_timeout: Seconds = Field(

@@ -12,7 +12,7 @@ from app.batcher import Batch, Job, Piece
 from app.codecs import Cut, Span
 from workers import wire
 from workers.errors import InternalError, PhalanxError, RequestError, by_type
-from workers.wire import Buffer, Form, Result
+from workers.wire import Buffer, Form, Place, Result
 
 Failures = dict[int, PhalanxError]
 
@@ -63,10 +63,11 @@ def requests(batch: Batch) -> list[Request]:
     return list({id(piece.job): request(piece) for piece in batch.pieces}.values())
 
 
-def shards(batch: Batch, world: int) -> tuple[Form, list[list[int]], list[Buffer]]:
-    """A batch as one payload frame a rank, with the lengths of the items in it."""
+def shards(batch: Batch, world: int) -> tuple[Form, list[list[int]], list[Place | None], list[Buffer]]:
+    """A batch as one payload a rank, with the lengths of the items in it: a place in the ring, or else a frame."""
     form = request(batch.pieces[0]).cut.form
     lengths: list[list[int]] = []
+    places: list[Place | None] = []
     payload: list[Buffer] = []
     pieces = iter(batch.pieces)
     job, start, stop = next(pieces)
@@ -82,9 +83,11 @@ def shards(batch: Batch, world: int) -> tuple[Form, list[list[int]], list[Buffer
             start += count
             wanted -= count
         frame, sizes = codecs.frame(parts, form.accepts)
-        payload.append(frame)
+        place = parts[0][0].place(*parts[0][1:]) if len(parts) == 1 else None
+        places.append(place)
+        payload.append(b"" if place else frame)
         lengths.append(sizes)
-    return form, lengths, payload
+    return form, lengths, places, payload
 
 
 def deal(batch: Batch, result: Result, payload: Sequence[Buffer], world: int) -> None:

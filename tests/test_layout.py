@@ -16,7 +16,7 @@ MODULES = {
     for path in sorted((ROOT / package).rglob("*.py"))
     if path.name != "__init__.py"
 }
-MAY_IMPORT_OF_WORKERS = {"workers.errors", "workers.wire", "workers.launch", "workers.memory"}
+MAY_IMPORT_OF_WORKERS = {"workers.errors", "workers.wire", "workers.launch", "workers.memory", "workers.ring"}
 TORCH = "agent loop model items forward predict parts collect encode rounds stream models.digits models.train_digits"
 ONLY_IN = {
     "torch": {f"workers.{room}" for room in TORCH.split()},

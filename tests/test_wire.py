@@ -21,6 +21,7 @@ from workers.wire import (
     Message,
     ModelInfo,
     Ping,
+    Place,
     RankStats,
     Result,
     Shard,
@@ -32,9 +33,10 @@ pytestmark = pytest.mark.timeout(30)
 FORM = Form("npy", "json", b'{"a":1}', (">f4", (3, 0)))
 MODEL = ModelInfo("Digits", 64, "float32", (None, 8), b"[1]", True)
 MESSAGES: list[Message] = [
-    Step("s", 1, 2, FORM, [[1, 2], []], 30.0),
-    Step("s", 1, 2, Form("json", "json"), [], 0.5, canary=True),
+    Step("s", 1, 2, FORM, [[1, 2], []], [None, Place("ring-s", 64, 3)], 30.0),
+    Step("s", 1, 2, Form("json", "json"), [], [], 0.5, canary=True),
     Shard(7, FORM, 2, 5, [1, 2, 3], 30.0),
+    Shard(7, FORM, 2, 5, [1, 2, 3], 30.0, place=Place("ring-s", 0, 6)),
     Result("s", 1, 2, [[4]], [Failure(0, "invalid-item", "é\x00")], [[("<f4", ())]], [RankStats(0, 1, 0.5, 9)], 0.25),
     Hello(wire.WIRE, "0", 3, 2, MODEL, ["cpu", "cuda:1 NVIDIA"], [10, 11], 0.125),
     Hello(wire.WIRE, "0", 3, 2, ModelInfo("M", 1, None, None, None, False), [], [], 0.0),

@@ -28,6 +28,7 @@ from typing import NoReturn
 
 PARENT = "LIFELINE_PARENT"  # in the environment: the pid that a spawned process's children must have as parent
 BACKSTOP = 2.0  # seconds after the deadline at which faulthandler ends a rank that nobody else could
+SLACK = 1.0  # seconds by which it may do so earlier: to set its timer costs a thread, 0.15 ms, and steps are short
 STACKS = 0.1  # seconds that the peers have to write their stacks before they are killed; a dump takes 1.5 ms
 UNSEEN = "nobody saw how"
 STACKS_IN_PASSING = 0.02  # likewise, where the cause is known without them
@@ -131,6 +132,7 @@ class Lifeline:
         self._peers: dict[int, Member] = {}  # by pidfd; replaced, never changed, once it is watched
         self._steps: deque[tuple[float, str]] = deque()  # that have begun: seconds, what
         self._deadline = math.inf, ""  # of the first of them (monotonic), and what to say when it has passed
+        self._backstop = 0.0  # when faulthandler's timer would end this rank (monotonic); 0 where none is set
         self._released = False
         self._arming = threading.Lock()
         self._felling = threading.Lock()
@@ -178,11 +180,20 @@ class Lifeline:
     def _arm(self) -> None:
         if self._steps:
             seconds, what = self._steps[0]
-            self._deadline = time.monotonic() + seconds, f"{what} took longer than {seconds:g} s"
-            faulthandler.dump_traceback_later(seconds + BACKSTOP, exit=True, file=self._stacks)
+            now = time.monotonic()
+            self._deadline = now + seconds, f"{what} took longer than {seconds:g} s"
+            wanted = now + seconds + BACKSTOP
+            if not wanted - SLACK <= self._backstop <= wanted:
+                self._backstop = wanted
+                faulthandler.dump_traceback_later(seconds + BACKSTOP, exit=True, file=self._stacks)
         else:
-            self._deadline = math.inf, ""
-            faulthandler.cancel_dump_traceback_later()
+            self._deadline = math.inf, ""  # the watching thread disarms the backstop, unless a step comes before
+
+    def _disarm(self) -> None:
+        with self._arming:
+            if self._backstop and not self._steps:
+                self._backstop = 0.0
+                faulthandler.cancel_dump_traceback_later()
 
     def release(self) -> None:
         """The group is leaving: from here on peers may exit, and so may this rank, without felling anyone."""
@@ -217,6 +228,7 @@ class Lifeline:
             for pidfd, peer in self._ended(max(0.0, left)).items():
                 self._mourn(peer)
                 self._peers = {fd: other for fd, other in self._peers.items() if fd != pidfd}
+            self._disarm()
             deadline, what = self._deadline
             if time.monotonic() >= deadline:
                 self.fell("deadline", what)

@@ -32,6 +32,7 @@ from workers.forward import Forward
 from workers.lifeline import Lifeline, Member
 from workers.parts import Done, result
 from workers.queue import Queue
+from workers.ring import Reader
 from workers.wire import Buffer, Form, Goodbye, Hello, ModelInfo, Result, Shard, Step
 
 log = logging.getLogger("workers")
@@ -59,6 +60,7 @@ class Rank:
         self.lifeline = lifeline
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.step = 0
+        self.ring = Reader(flags.run_dir)
         self.shards: SimpleQueue[tuple[Shard, Buffer, Future[Done]] | None] = SimpleQueue()  # for the model
         self.steps_thread = ThreadPoolExecutor(1, "steps")
         self.collect_thread = ThreadPoolExecutor(1, "collect")
@@ -140,7 +142,7 @@ class Rank:
         for timeout in (self.flags.step_timeout * WARMUP_FACTOR, self.flags.step_timeout):
             started = time.monotonic()
             if self.rank == 0:
-                self._spread(Step("", self.flags.epoch, 0, Form("json", "json"), [], timeout, canary=True), [])
+                self._spread(Step("", self.flags.epoch, 0, Form("json", "json"), [], [], timeout, canary=True), [])
             elif not self.inbox.poll(int(timeout * 1000)):
                 raise GroupError(f"rank 0 sent no shard within {timeout:g} s")
             else:
@@ -209,12 +211,17 @@ class Rank:
         self.step += 1
         sizes = [int(self.model.has_example)] * self.world if step.canary else [len(one) for one in step.lengths]
         size, start = sum(sizes), 0
-        if not step.canary and (len(payload) != self.world or sizes != [len(s) for s in wire.shares(size, self.world)]):
+        if not step.canary and (
+            len(payload) != self.world
+            or len(step.places) != self.world
+            or sizes != [len(s) for s in wire.shares(size, self.world)]
+        ):
             raise GroupError(f"step {step.step} is cut into {sizes} for {self.world} ranks")
         shards = []
         for r, count in enumerate(sizes):
             lengths = [] if step.canary else step.lengths[r]
-            shards.append(Shard(self.step, step.form, start, size, lengths, step.timeout, step.canary))
+            place = None if step.canary else step.places[r]
+            shards.append(Shard(self.step, step.form, start, size, lengths, step.timeout, step.canary, place))
             start += count
         for r, outbox in self.outboxes.items():
             outbox.send_multipart(wire.encode(shards[r], [b"" if step.canary else payload[r]]), copy=False)
@@ -251,6 +258,8 @@ class Rank:
             if shard.canary:
                 encoded, failures = self.forward.run_example(patience)
             else:
+                if shard.place is not None:
+                    frame = self.ring.view(shard.place.ring, shard.place.start, shard.place.size)
                 encoded, failures = self.forward.run(frame, shard.lengths, shard.form, patience)
         except GroupError:
             raise

@@ -15,7 +15,7 @@ import msgspec
 
 from workers.errors import GroupError
 
-WIRE = 2  # raised with every change to this file that the other side could misread
+WIRE = 3  # raised with every change to this file that the other side could misread
 HIGH_WATER_MARK = 8  # messages a socket holds for a peer
 HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 500, 2000
 
@@ -37,6 +37,14 @@ class Form(_Message, frozen=True, array_like=True):
     row: RowForm | None = None  # of npy items
 
 
+class Place(_Message, frozen=True, array_like=True):
+    """Bytes in shared memory: see `workers.ring`."""
+
+    ring: str  # file in the run directory
+    start: int
+    size: int
+
+
 class Step(_Message, frozen=True, array_like=True, tag=True):
     """Front end to rank 0: run these items. One payload frame a rank."""
 
@@ -45,6 +53,7 @@ class Step(_Message, frozen=True, array_like=True, tag=True):
     step: int
     form: Form
     lengths: list[list[int]]  # a rank, an item: bytes
+    places: list[Place | None]  # a rank: where its payload is, if it is not in its frame
     timeout: float  # seconds until the group fells itself
     canary: bool = False  # no items: each rank runs the model's own example
 
@@ -59,6 +68,7 @@ class Shard(_Message, frozen=True, array_like=True, tag=True):
     lengths: list[int]
     timeout: float
     canary: bool = False
+    place: Place | None = None
 
 
 class Failure(_Message, frozen=True, array_like=True):
