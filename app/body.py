@@ -1,4 +1,4 @@
-"""A long body straight from the socket into one buffer, past the parser; it knows no limit but the silence it bears.
+"""A body straight from the socket into one buffer, past the parser; it knows no limit but the silence it bears.
 
 The way through the parser and the app's `receive` copies a body five times, a piece at a time; this one does not copy.
 """

@@ -14,7 +14,6 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from app.body import Fill
 from app.door import FILL, HANG_UP
 
-LONG = 64 * 1024  # bytes of a body from which it is worth a way of its own
 LINGER = 1.0  # seconds a refused client may go on sending before its connection is closed
 
 
@@ -114,8 +113,7 @@ class Connection(HttpToolsProtocol):
         self._whole = False
         self._cancel_deadline()
         super().on_headers_complete()
-        # the parser has seen to it that there is one length at most, and a number
-        if int(next((value for name, value in self.headers if name == b"content-length"), 0)) >= LONG:
+        if any(name == b"content-length" for name, _ in self.headers):
             cast("dict[str, Any]", self.scope)[FILL] = functools.partial(self._fill, self.cycle)
 
     def on_body(self, body: bytes) -> None:

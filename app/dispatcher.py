@@ -162,18 +162,23 @@ class Dispatcher:
     def _feed(self) -> None:
         self._feeding = False
         now = time.monotonic()
+        wake_at = float("inf")
         for group in list(self.groups.values()):
             while not (group.leaving or group.missing) and len(group.flights) < IN_FLIGHT:
                 flights = group.flights.values()
                 if any(flight.batch and flight.batch.strikes for flight in flights):
                     break  # a suspect runs alone
+                if (wanted_at := group.wants_next_at()) > now:
+                    wake_at = min(wake_at, wanted_at)
+                    break
                 beside = sum(flight.size for flight in flights) if flights else None
                 batch = self._batcher.take(group.capacity, now, beside)
                 if batch is None or not self._send(group, batch):
                     break
         if self._wake is not None:
             self._wake.cancel()
-        wake_at = self._batcher.wake_at()
+        if (batch_at := self._batcher.wake_at()) > now:
+            wake_at = min(wake_at, batch_at)
         self._wake = self._loop.call_later(wake_at - now, self._feed_soon) if now < wake_at < float("inf") else None
 
     def _send(self, group: Group, batch: Batch | None) -> bool:
@@ -221,8 +226,7 @@ class Dispatcher:
         elif isinstance(message, Result) and group is not None and self._is_ours(message, group):
             flight = group.flights.pop(message.step)
             flight.late.cancel()
-            group.last_step = time.monotonic()
-            group.settled = True
+            group.step_ended(flight)
             self._ended(group, flight, message, payload)
             self._feed_soon()
         else:

@@ -27,7 +27,7 @@ HANG_UP = "phalanx.hang_up"
 """In a request's scope the app may leave what the server calls if the client goes: that costs a fraction of a task that
 waits for `receive` to say so."""
 FILL = "phalanx.fill"
-"""In the scope of a request with a long body the server may leave a FillBody, which the app may use for `receive`."""
+"""In the scope of a request that announces its length the server may leave a FillBody, for use instead of `receive`."""
 OPEN_PATHS = frozenset({"/livez", "/readyz"})  # probes carry no key
 LINGER = 10.0  # seconds an unread body is read on for after the answer
 SILENCE = 1.0  # seconds without a byte of it that end the wait

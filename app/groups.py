@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from dataclasses import dataclass, field
 
 from app.batcher import Batch
 from workers.wire import Hello
 
 FRESH = 5.0  # seconds for which a step proves that its group is ready
+LEAD = 0.005, 0.25  # seconds, or part of a step, by which the next one should be on the ranks before they want it
 
 
 @dataclass
@@ -20,6 +22,7 @@ class Flight:
     late: asyncio.TimerHandle
     expires: float
     timeout: float  # seconds, its own
+    sent: float = field(default_factory=time.monotonic)
 
     @property
     def size(self) -> int:
@@ -39,6 +42,7 @@ class Group:
     settled: bool = False  # has ended a step since its HELLO, so that it holds none from before
     missing: bool = False  # its connection has closed, and it has not said HELLO again
     ended_by: str = ""
+    durations: deque[float] = field(default_factory=lambda: deque([0.0], maxlen=8))  # seconds, of the latest steps
 
     @property
     def name(self) -> str:
@@ -56,6 +60,23 @@ class Group:
         if now - self.last_step >= FRESH and not running:
             return f"{self.name} has ended no step for {now - self.last_step:.1f} s"
         return None
+
+    def step_ended(self, flight: Flight) -> None:
+        now = time.monotonic()
+        if flight.batch:
+            self.durations.append(now - max(flight.sent, self.last_step))
+        self.last_step = now
+        self.settled = True
+
+    def wants_next_at(self) -> float:
+        """When a step should go behind the one that runs: just in time, so that it is as full and fair as can be.
+
+        A guess, by the shortest of the latest steps: too early costs nothing, and at the end of a step one goes anyhow.
+        """
+        if not self.flights:
+            return 0.0
+        running, usual = next(iter(self.flights.values())), min(self.durations)
+        return max(running.sent, self.last_step) + usual - max(LEAD[0], LEAD[1] * usual)
 
     @property
     def capacity(self) -> int:

@@ -22,6 +22,8 @@ from workers.errors import BodyTimeout, InternalError, InvalidItem, MalformedHea
 from workers.ring import Block
 from workers.wire import Buffer, Encoding
 
+LONG = 64 * 1024  # bytes of a body from which shared memory is better than a socket
+
 Headers = list[tuple[bytes, bytes]]
 Answer = tuple[int, Headers, bytes]
 
@@ -96,7 +98,7 @@ class Infer:
         announced = int(headers.get(b"content-length", 0))
         hold.take_bytes(announced)
         if (fill := scope.pop(FILL, None)) is not None:
-            block = self._dispatcher.block(announced) if accepts == "npy" else None
+            block = self._dispatcher.block(announced) if accepts == "npy" and announced >= LONG else None
             body = block.view if block else np.empty(announced, np.uint8).data
             try:
                 await fill(body, self._settings.body_timeout)
@@ -169,14 +171,10 @@ def _all_failed(failures: dict[int, PhalanxError], request_id: str, headers: Hea
 
 def _timing(request: Request, began: float) -> bytes:
     """Server-Timing, in milliseconds (W3C Server Timing)."""
-    queue = (request.started or time.monotonic()) - (request.added or began)
-    times = {
-        "queue": queue,
-        "forward": request.forward,
-        "collect": request.collect,
-        "total": time.monotonic() - began,
-    }
-    return ", ".join(f"{name};dur={seconds * 1000:.3f}" for name, seconds in times.items()).encode()
+    now = time.monotonic()
+    queue = (request.started or now) - (request.added or began)
+    seconds = queue, request.forward, request.collect, now - began
+    return b"queue;dur=%.3f, forward;dur=%.3f, collect;dur=%.3f, total;dur=%.3f" % tuple(1000 * s for s in seconds)
 
 
 _ITEM_ERROR = {

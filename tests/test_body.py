@@ -1,4 +1,4 @@
-"""`app.body`: long bodies past the parser, seen from raw client sockets."""
+"""`app.body`: bodies past the parser, seen from raw client sockets."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from app.connection import LONG
 from app.door import FILL, Door
 from tests.test_server import GET, Connect, answer, hello, one_answer, serving
 
 pytestmark = pytest.mark.timeout(30)
 
 SILENCE = 0.4  # seconds
+SHORT = 65536  # bytes
 BODY = bytes(range(256)) * 4096  # 1 MiB
 DIGEST = hashlib.sha256(BODY).hexdigest().encode()
 ways: list[str] = []  # what became of each body
@@ -104,16 +104,16 @@ def test_a_client_that_asks_for_another_protocol_has_its_long_body_read(filling:
         assert one_answer(client, DIGEST)
 
 
-def test_a_chunked_or_a_short_body_takes_the_usual_way(filling: Connect) -> None:
+def test_a_chunked_body_takes_the_usual_way_and_bodies_of_any_length_this_one(filling: Connect) -> None:
     client = filling()
     client.sendall(b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
     client.sendall(b"%x\r\n%s\r\n0\r\n\r\n" % (len(BODY), BODY))
     assert one_answer(client, b"%d" % len(BODY))
-    client.sendall(head(LONG - 1) + BODY[: LONG - 1])
-    assert one_answer(client, b"%d" % (LONG - 1))
-    client.sendall(head(LONG) + BODY[:LONG])
-    assert one_answer(client, hashlib.sha256(BODY[:LONG]).hexdigest().encode())
-    assert ways == ["whole"]
+    assert not ways
+    for size in (0, 1, 65535, 65536):
+        client.sendall(head(size) + BODY[:size])
+        assert one_answer(client, hashlib.sha256(BODY[:size]).hexdigest().encode())
+    assert ways == ["whole"] * 4
 
 
 def test_a_body_that_stops_is_408_with_what_is_here_and_the_connection_closes(filling: Connect) -> None:
@@ -130,11 +130,11 @@ def test_a_body_that_stops_is_408_with_what_is_here_and_the_connection_closes(fi
 
 def test_a_body_that_trickles_is_waited_for(filling: Connect) -> None:
     client = filling()
-    client.sendall(head(LONG))
-    for at in range(0, LONG, LONG // 8):
+    client.sendall(head(SHORT))
+    for at in range(0, SHORT, SHORT // 8):
         time.sleep(SILENCE / 3)  # the client's own slowness is what is tested
-        client.sendall(BODY[at : at + LONG // 8])
-    assert one_answer(client, hashlib.sha256(BODY[:LONG]).hexdigest().encode())
+        client.sendall(BODY[at : at + SHORT // 8])
+    assert one_answer(client, hashlib.sha256(BODY[:SHORT]).hexdigest().encode())
 
 
 def test_a_client_that_goes_inside_its_body_is_noticed_at_once(filling: Connect) -> None:
