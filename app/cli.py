@@ -97,7 +97,7 @@ def _app(settings: Settings) -> int:
 
     def on_ready(group: Group) -> None:
         host, port = server.bind()
-        print(_banner(host, port, group), flush=True)
+        print(_banner(settings.public_url or _address(host, port), group), flush=True)
 
     app = create_app(settings, on_ready)
     server = Server(app, settings, drain=app.state.dispatcher.drain)
@@ -182,9 +182,13 @@ def _stop(child: subprocess.Popen[bytes], patience: float) -> None:
         child.wait()
 
 
-def _banner(host: str, port: int, group: Group) -> str:
+def _address(host: str, port: int) -> str:
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def _banner(address: str, group: Group) -> str:
     hello = group.hello
-    address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     ranks = f"{hello.world} rank{'s' if hello.world != 1 else ''} on {', '.join(hello.devices)}"
     lines = [f"Phalanx serves {hello.model.name} at {address} ({ranks}). Try:", ""]
     body = _example_body(group)
@@ -196,12 +200,11 @@ def _banner(host: str, port: int, group: Group) -> str:
 
 
 def _example_body(group: Group) -> str | None:
-    """Of a curl line: the shipped samples of the default model, or the model's own example."""
+    """Of a curl line: the shipped samples of the default model, where they are near, or the model's own example."""
     model = group.hello.model
-    if model.name == "Digits":
-        samples = Path(__file__).resolve().parent.parent / "workers" / "models" / "digits-samples.json"
-        here = Path.cwd()
-        return shlex.quote(f"@{samples.relative_to(here) if samples.is_relative_to(here) else samples}")
+    samples = Path(__file__).resolve().parent.parent / "workers" / "models" / "digits-samples.json"
+    if model.name == "Digits" and samples.is_relative_to(here := Path.cwd()):
+        return shlex.quote(f"@{samples.relative_to(here)}")
     if model.example is None or len(model.example) > CURL_EXAMPLE:
         return None
     return shlex.quote(json.dumps({"inputs": [json.loads(model.example)]}))

@@ -23,6 +23,7 @@ from app.settings import Settings
 from app.steps import Request
 from workers import wire
 from workers.errors import DeadlineExceeded, Draining, NoGroup, PoisonItem
+from workers.launch import last_death
 from workers.ring import Block, Ring, open_ring
 from workers.wire import Buffer, Form, Goodbye, Hello, Leaving, Message, Ping, Place, Result, Step
 
@@ -136,13 +137,14 @@ class Dispatcher:
         return next(filter(None, (group.unreadiness(now) for group in self.groups.values())), None)
 
     def last_death(self) -> str:
-        """Why the last group that ended did, in its ranks' own words where the launcher has kept them; "" for none."""
-        if self._last_lost is None:
-            return ""
-        hello = self._last_lost.hello
-        with contextlib.suppress(OSError):
-            return (self._run_dir / "post-mortem" / f"{hello.group}-{hello.epoch}.txt").read_text().partition("\n")[0]
-        return f"{self._last_lost.name}: {self._last_lost.ended_by}"
+        """Why the last group that ended did, in its ranks' own words where the launcher has kept them; "" for none.
+
+        That may be a group that never came to say HELLO: its model cannot be loaded, say.
+        """
+        lost, told = self._last_lost, last_death(self._run_dir)
+        if told is not None and (lost is None or told[0] >= lost.hello.epoch):
+            return told[1]
+        return f"{lost.name}: {lost.ended_by}" if lost else ""
 
     def waiting(self) -> int:
         """Items that are in no step yet."""
@@ -308,6 +310,7 @@ class Dispatcher:
         self.metrics.group_deaths.inc()
         self._count_ranks()
         if group.leaving and not group.flights:
+            group.ended_by = "it has left"
             log.info("%s has left", group.name)
             return
         log.error("%s is given up: %s; in flight: %s", group.name, why, self._ids(group) or "nothing")

@@ -40,6 +40,9 @@ class Settings(BaseSettings):
     )
     host: str = Field("127.0.0.1", min_length=1, description="Address the front end listens on.")
     port: int = Field(8000, ge=0, le=65535, description="Port the front end listens on; 0 takes a free one.")
+    public_url: str | None = Field(
+        None, pattern=r"^https?://\S+$", description="What clients call the service by, where it is another address."
+    )
     ranks: Count | None = Field(
         None, description="Ranks in the group; unset or `auto`: one a GPU, or 2 where there is none."
     )
@@ -134,7 +137,7 @@ class Settings(BaseSettings):
             try:
                 _read_keys(value)
             except OSError as error:
-                raise ValueError(f"a readable file: {error.strerror}") from None
+                raise ValueError(f"a file that user {os.geteuid()} can read: {error.strerror}") from None
         return value
 
     @classmethod
@@ -238,10 +241,13 @@ def _metavar(field: FieldInfo) -> str:
 
 
 def _read_keys(path: Path) -> tuple[bytes, ...]:
-    lines = (line.strip() for line in path.read_bytes().splitlines())
+    lines = [line.strip() for line in path.read_bytes().splitlines()]
     keys = tuple(line for line in lines if line and not line.startswith(b"#"))
     if not keys:
         raise ValueError("a file with at least one key in it")
+    for number, line in enumerate(lines, 1):
+        if not line.startswith(b"#") and not re.fullmatch(rb"[\x21-\x7e]*", line):
+            raise ValueError(f"a file of keys, one a line; line {number} holds a blank or what is not ASCII")
     return keys
 
 
@@ -264,6 +270,7 @@ _EXPECTED = {
     "byte_size": "a size, such as 67108864 or 64MiB",
     "byte_size_unit": "a size, such as 67108864 or 64MiB",
     "string_too_short": "some text",
+    "string_pattern_mismatch": "an address such as https://example.org",
 }
 
 

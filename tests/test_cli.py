@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,33 @@ def test_a_model_that_cannot_be_loaded_ends_the_start_with_78_and_one_sentence(m
         assert not service.run_dir.exists()
     finally:
         service.close()
+
+
+def test_a_front_end_alone_says_why_there_is_no_group_and_a_public_address_is_printed(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    with ExitStack() as services:
+
+        def start(model: str, verb: str, **settings: object) -> Service:
+            service = Service(model, verb=verb, run_dir=run_dir, **settings)
+            services.callback(service.close)
+            return service
+
+        def reason() -> str:
+            return str(front_end.client.get("/readyz").json().get("reason"))
+
+        front_end = start("digits", "app", public_url="https://example.org")
+        until(lambda: "listening" in front_end.log())
+        workers = start("nowhere", "workers", ranks=1)
+        assert workers.process.wait(60) == 78
+        assert "is not tried again: 'nowhere' names no model" in workers.log()
+        assert "ChildFailedError" not in workers.log()
+        assert reason().startswith("no worker group; the last one: group 0 epoch 1 died: 'nowhere' names no model")
+        workers = start("digits", "workers", ranks=1)
+        until(front_end.ready, 60)
+        assert "curl -s https://example.org/infer" in front_end.log()
+        assert workers.stop() == 0
+        until(lambda: reason().startswith("no worker group"))
+        assert reason() == "no worker group; the last one: group 0 epoch 2: it has left"
 
 
 def test_unknown_and_bad_settings_stop_the_start_and_are_named() -> None:

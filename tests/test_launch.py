@@ -470,7 +470,7 @@ def test_the_epoch_counter_never_goes_back(tmp_path: Path) -> None:
 def test_the_command_is_torchrun_then_the_rank_with_its_flags(tmp_path: Path) -> None:
     group = launch.Group(model="digits", run_dir=tmp_path, ranks=4, step_timeout=2.5)
     command = launch.torchrun_command(group, 7)
-    assert command[:4] == [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    assert command[:4] == [sys.executable, "-m", "workers.agent", "--standalone"]
     flags = command[command.index("workers.rank") :]
     assert flags[flags.index("--epoch") + 1] == "7"
     assert flags[flags.index("--step-timeout") + 1] == "2.5"

@@ -177,10 +177,14 @@ def test_api_keys_are_lines_without_blanks_and_comments(tmp_path: Path) -> None:
 
 def test_a_key_file_that_is_missing_a_folder_or_empty_stops_the_start(tmp_path: Path) -> None:
     (tmp_path / "empty").write_text("# nothing yet\n")
+    (tmp_path / "blank").write_text("one\ntwo words\n")
+    (tmp_path / "latin").write_bytes(b"caf\xe9\n")
     for path, reason in (
-        (tmp_path / "none", "a readable file: No such file or directory"),
-        (tmp_path, "a readable file: Is a directory"),
+        (tmp_path / "none", f"a file that user {os.geteuid()} can read: No such file or directory"),
+        (tmp_path, f"a file that user {os.geteuid()} can read: Is a directory"),
         (tmp_path / "empty", "a file with at least one key in it"),
+        (tmp_path / "blank", "a file of keys, one a line; line 2 holds a blank or what is not ASCII"),
+        (tmp_path / "latin", "a file of keys, one a line; line 1 holds a blank or what is not ASCII"),
     ):
         (fault,) = faults({"api_keys_file": str(path)})
         assert fault == f"PHALANX_API_KEYS_FILE (--api-keys-file) is {str(path)!r}: expected {reason}"

@@ -28,13 +28,14 @@ from typing import Any
 from workers import lifeline, rundir
 from workers.epoch import Death, Epoch, Restarts, cause
 from workers.errors import ModelLoadError, StartError
-from workers.rundir import claim, prepare_run_dir, readiness
+from workers.rundir import claim, last_death, prepare_run_dir, readiness
 
 __all__ = [
     "Group",
     "Launcher",
     "check",
     "claim",
+    "last_death",
     "prepare_run_dir",
     "readiness",
     "spawn",
@@ -44,7 +45,7 @@ __all__ = [
 
 logger = logging.getLogger("workers")
 
-TORCHRUN = "torch.distributed.run"
+TORCHRUN = "workers.agent"
 SPARE_AFTER = 2.0  # seconds of being ready after which a spare is worth its start
 POLL = 0.1  # seconds between two looks at the epoch's directory; signals and torchrun's end wake the launcher at once
 GONE = 10.0  # seconds to wait for killed ranks; one that the kernel cannot end must not keep the service down
@@ -175,7 +176,7 @@ class Spare:
 
     def prepare(self) -> None:
         if self._process is None:
-            agent = [sys.executable, "-m", "workers.agent"]
+            agent = [sys.executable, "-m", TORCHRUN]
             self._process = spawn(agent, env=self._environment, stdin=subprocess.PIPE)
 
     def run(self, command: Sequence[str]) -> subprocess.Popen[bytes]:
@@ -275,7 +276,7 @@ class Launcher:
             try:
                 pause = self._restarts.after(death)
             except StartError as error:
-                epoch.log(logging.CRITICAL, "was the last: %s", error)
+                epoch.log(logging.CRITICAL, "is not tried again: %s", error)
                 return error.exit_code
             epoch.log(logging.ERROR, "died: %s; more in %s", death.text, path)
             self._sleep(pause)

@@ -133,8 +133,11 @@ def _find(where: str) -> type[Any]:
 
 def _file(place: str) -> ModuleType:
     path = Path(place).expanduser().resolve()
-    if not path.is_file():
-        raise ModelLoadError(f"no such file: {place} (looked for {path})")
+    try:
+        if not path.is_file():
+            raise ModelLoadError(f"no such file: {place} (looked for {path})")
+    except OSError as error:  # a folder that this user may not look into
+        raise ModelLoadError(f"{path} cannot be read: {error.strerror}") from error
     _append(path.parent)
     spec = importlib.util.spec_from_file_location(f"model_{path.stem}", path)
     assert spec is not None

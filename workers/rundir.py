@@ -116,6 +116,15 @@ def keep_post_mortem(run_dir: Path, name: str, text: str) -> Path:
     return path
 
 
+def last_death(run_dir: Path) -> tuple[int, str] | None:
+    """Of the newest post-mortem, whichever group's: its epoch, and its first line, which says who died of what."""
+    with suppress(OSError, ValueError):  # it may be removed meanwhile
+        newest = max((run_dir / "post-mortem").glob("*-*.txt"), key=lambda path: path.stat().st_mtime_ns)
+        with newest.open(errors="replace") as file:
+            return int(newest.stem.rpartition("-")[2]), file.readline().strip()
+    return None
+
+
 def remove(epoch_dir: Path) -> None:
     shutil.rmtree(epoch_dir, ignore_errors=True)
 
