@@ -228,7 +228,7 @@ class Dispatcher:
         elif isinstance(message, Result) and group is not None and self._is_ours(message, group):
             flight = group.flights.pop(message.step)
             flight.late.cancel()
-            group.step_ended(flight)
+            group.step_ended(message)
             self._ended(group, flight, message, payload)
             self._feed_soon()
         else:

@@ -8,10 +8,10 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from app.batcher import Batch
-from workers.wire import Hello
+from workers.wire import Hello, Result
 
 FRESH = 5.0  # seconds for which a step proves that its group is ready
-LEAD = 0.005, 0.25  # seconds, or part of a step, by which the next one should be on the ranks before they want it
+LEAD = 0.01, 0.25  # seconds, or part of a forward, by which the next one should be on the ranks before they want it
 
 
 @dataclass
@@ -42,7 +42,8 @@ class Group:
     settled: bool = False  # has ended a step since its HELLO, so that it holds none from before
     missing: bool = False  # its connection has closed, and it has not said HELLO again
     ended_by: str = ""
-    durations: deque[float] = field(default_factory=lambda: deque([0.0], maxlen=8))  # seconds, of the latest steps
+    free_since: float = 0.0  # when the models were free to begin the oldest flight
+    forwards: deque[float] = field(default_factory=lambda: deque([0.0], maxlen=8))  # seconds, of the latest steps
 
     @property
     def name(self) -> str:
@@ -61,22 +62,22 @@ class Group:
             return f"{self.name} has ended no step for {now - self.last_step:.1f} s"
         return None
 
-    def step_ended(self, flight: Flight) -> None:
-        now = time.monotonic()
-        if flight.batch:
-            self.durations.append(now - max(flight.sent, self.last_step))
-        self.last_step = now
+    def step_ended(self, result: Result) -> None:
+        self.last_step = time.monotonic()
         self.settled = True
+        self.free_since = self.last_step - result.collect_seconds
+        if result.stats:
+            self.forwards.append(max(stats.forward_seconds for stats in result.stats))
 
     def wants_next_at(self) -> float:
         """When a step should go behind the one that runs: just in time, so that it is as full and fair as can be.
 
-        A guess, by the shortest of the latest steps: too early costs nothing, and at the end of a step one goes anyhow.
+        A guess, by the shortest of the latest forwards: too early costs little, and when a step ends one goes anyhow.
         """
         if not self.flights:
             return 0.0
-        running, usual = next(iter(self.flights.values())), min(self.durations)
-        return max(running.sent, self.last_step) + usual - max(LEAD[0], LEAD[1] * usual)
+        running, usual = next(iter(self.flights.values())), min(self.forwards)
+        return max(running.sent, self.free_since) + usual - max(LEAD[0], LEAD[1] * usual)
 
     @property
     def capacity(self) -> int:

@@ -1,6 +1,6 @@
 """One rank's work with no server: for each line of seconds on stdin it prints how many items it did in them.
 
-python -m tests.bench.alone model|codec|images
+python -m tests.bench.alone model|codec|images [device]
 """
 
 from __future__ import annotations
@@ -20,34 +20,35 @@ from workers.memory import keep_freed_blocks
 from workers.wire import Form
 
 ITEMS = 64
-CPU = torch.device("cpu")
 
 
-def forward(kind: type) -> Callable[[], object]:
-    made = kind(CPU)
+def forward(kind: type, device: torch.device) -> Callable[[], object]:
+    made = kind(device)
     shape, dtype = made.inputs.shape, getattr(torch, made.inputs.dtype)
-    batch = torch.ones((ITEMS, *shape), dtype=dtype)
+    batch = torch.ones((ITEMS, *shape), dtype=dtype, device=device)
 
     def run() -> object:
         with torch.inference_mode():
-            return made.predict(batch)
+            return made.predict(batch).cpu()  # waits, and brings the results to where a server needs them
 
     return run
 
 
-def codec() -> Callable[[], object]:
+def codec(device: torch.device) -> Callable[[], object]:
     """JSON items to results as JSON: all that a rank does, but for the collect."""
     rows = np.random.default_rng(0).random((ITEMS, 512), np.float32)
     texts = [json.dumps(row).encode() for row in rows.tolist()]
     frame, lengths = b",".join(texts), [len(text) for text in texts]
-    ours = Forward(model.load("tests.models:Heavy", CPU, 0), CPU)
+    ours = Forward(model.load("tests.models:Heavy", device, 0), device)
     return lambda: ours.run(frame, lengths, Form("json", "json"), 10.0)
 
 
 def main() -> None:
     torch.set_num_threads(1)
     keep_freed_blocks()  # as the ranks do
-    work = {"model": lambda: forward(Heavy), "codec": codec, "images": lambda: forward(Images)}[sys.argv[1]]()
+    device = torch.device((sys.argv[2:] or ["cpu"])[0])
+    model_alone = {"model": Heavy, "images": Images}.get(sys.argv[1])
+    work = forward(model_alone, device) if model_alone else codec(device)
     work()
     print("ready", flush=True)
     for line in sys.stdin:

@@ -5,6 +5,7 @@
 Everything runs on the same cores, the two sides of a row taking turns, so that only the ratios count. Load comes from
 wrk (a Debian package), which costs little; what it does cost is in every figure of the service. Unless a row says
 otherwise the model is `tests.models.Heavy`, an MLP of 512-2048-2048-512 in float32, on 2 ranks, one thread a rank.
+Where there are GPUs, the rows that make sense there follow, on one rank a GPU.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import httpx
 import numpy as np
 
 from tests.service import ROOT, Service, descendants, free_port, serving, until
+from workers import launch
 
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 JSON, NPY = "application/json", "application/x-npy"
@@ -54,12 +56,17 @@ class Found:
 class Bench:
     """How long a turn takes and how many there are; and the table."""
 
-    def __init__(self, seconds: float, rounds: int) -> None:
+    def __init__(self, seconds: float, rounds: int, device: str = "cpu") -> None:
+        self.device = device
+        self.ranks = launch.visible_gpus() if device == "cuda" else 2
         self.seconds = seconds
         self.rounds = rounds
         self.folder = Path(tempfile.mkdtemp(prefix="phx-bench-"))
 
     # ---- load
+
+    def serving(self, model: str, ranks: int = 0) -> contextlib.AbstractContextManager[Service]:
+        return serving(model, ranks=ranks or self.ranks, device=self.device)
 
     def wrk(self, url: str, connections: int, body: bytes, media: str = JSON) -> Callable[[], Found]:
         """A turn of `connections` that POST `body` again and again; an answer other than 2xx is an error."""
@@ -79,11 +86,14 @@ class Bench:
         return turn
 
     @contextlib.contextmanager
-    def alone(self, what: str, count: int = 2) -> Iterator[Callable[[], float]]:
-        """A turn of `count` processes of `tests.bench.alone`: items a second of all."""
-        command = [sys.executable, "-m", "tests.bench.alone", what]
+    def alone(self, what: str) -> Iterator[Callable[[], float]]:
+        """A turn of one process a rank of `tests.bench.alone`: items a second of all."""
+        commands = [
+            [sys.executable, "-m", "tests.bench.alone", what, f"cuda:{rank}" if self.device == "cuda" else "cpu"]
+            for rank in range(self.ranks)
+        ]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "env": ENVIRONMENT, "cwd": ROOT, "text": True}
-        workers = [subprocess.Popen(command, **pipes) for _ in range(count)]  # type: ignore[call-overload]
+        workers = [subprocess.Popen(command, **pipes) for command in commands]  # type: ignore[call-overload]
         try:
             for worker in workers:
                 assert worker.stdout.readline() == "ready\n"
@@ -204,7 +214,7 @@ def singles(bench: Bench, service: Service) -> None:
 def overhead(bench: Bench) -> None:
     """D: an echo, against a FastAPI route that does nothing else."""
     body = b'{"inputs": [1]}'
-    with serving("Obedient", ranks=2) as service, bench.plain(1) as address:
+    with bench.serving("Obedient") as service, bench.plain(1) as address:
         ours, theirs = bench.turns(
             bench.wrk(f"{service.client.base_url}/infer", 64, body), bench.wrk(f"{address}/echo", 64, body)
         )
@@ -217,7 +227,7 @@ def overhead(bench: Bench) -> None:
 
 def scaling(bench: Bench) -> None:
     """E: one client's large batch on two ranks and on one."""
-    with serving("Heavy", ranks=1) as one, serving("Heavy", ranks=2) as two:
+    with bench.serving("Heavy", 1) as one, bench.serving("Heavy", 2) as two:
         for media, body, target in ((NPY, as_npy(rows(1024, 512)), 0.55), (JSON, as_json(rows(1024, 512)), 0.60)):
 
             def post(service: Service, media: str = media, body: bytes = body) -> float:
@@ -235,7 +245,7 @@ def scaling(bench: Bench) -> None:
 def images(bench: Bench) -> None:
     """F: large bodies."""
     body = as_npy(np.ones((64, 3, 224, 224), np.uint8))
-    with serving("Images", ranks=2) as service, bench.alone("images") as alone:
+    with bench.serving("Images") as service, bench.alone("images") as alone:
         ours, theirs = bench.turns(bench.wrk(f"{service.client.base_url}/infer", 4, body, NPY), alone)
     a, b = 64 * middle([one.rate for one in ours]), middle(theirs)
     name = "F. 64 images of 3×224×224 bytes, npy, 4 connections: items/s of the model alone"
@@ -283,7 +293,7 @@ def ranks(bench: Bench) -> None:
     body = as_npy(rows(64, 8))
     first = 0.0
     for world in (1, 2, 4, 8):
-        with serving("Sleeper", ranks=world) as service:
+        with bench.serving("Sleeper", world) as service:
             turn = bench.wrk(f"{service.client.base_url}/infer", 4 * world, body, NPY)
             gaps: list[float] = []
 
@@ -335,13 +345,17 @@ def main() -> None:
     flags = parser.parse_args()
     if shutil.which("wrk") is None:
         sys.exit("the load comes from wrk, which is not installed (Debian: apt install wrk)")
-    bench = Bench(flags.seconds, flags.rounds)
-    wanted = set(flags.rows)
-    print(f"{os.cpu_count()} cores, turns of {flags.seconds:g} s, medians of {flags.rounds}\n")
-    print("| workload | target | found | |\n|---|---|---|---|")
+    print(f"{os.cpu_count()} cores, turns of {flags.seconds:g} s, medians of {flags.rounds}")
+    measure(Bench(flags.seconds, flags.rounds), set(flags.rows))
+    if launch.visible_gpus():
+        measure(Bench(flags.seconds, flags.rounds, "cuda"), set(flags.rows) - set("EH"))
+
+
+def measure(bench: Bench, wanted: set[str]) -> None:
+    print(f"\n{bench.ranks} ranks on {bench.device}\n\n| workload | target | found | |\n|---|---|---|---|")
     try:
         if wanted & set("ABCGI"):
-            with serving("Heavy", ranks=2) as service:
+            with bench.serving("Heavy") as service:
                 if "A" in wanted:
                     batches(bench, service, "A", JSON, "codec", 0.90)
                 if "B" in wanted:
@@ -352,9 +366,9 @@ def main() -> None:
                     fairness(bench, service)
                 if "I" in wanted:
                     cost(bench, service)
-        for letter, measure in (("D", overhead), ("E", scaling), ("F", images), ("H", ranks)):
+        for letter, row in (("D", overhead), ("E", scaling), ("F", images), ("H", ranks)):
             if letter in wanted:
-                measure(bench)
+                row(bench)
     finally:
         shutil.rmtree(bench.folder)
 
