@@ -5,7 +5,9 @@ from __future__ import annotations
 import concurrent.futures
 import io
 import json
+import os
 import random
+import signal
 import socket
 import time
 from pathlib import Path
@@ -73,6 +75,29 @@ def test_a_batch_is_shared_evenly_and_no_forward_sees_more_than_max_batch_size()
         outputs = service.outputs(list(range(10_000)))
         assert [output["item"] for output in outputs] == list(range(10_000))
         assert max(output["seen"] for output in outputs) == 32
+
+
+def test_bodies_that_a_small_ring_has_and_has_no_room_for_are_answered_alike_even_over_a_death() -> None:
+    """Two of the six bodies fit into it at a time; a rank is killed with both kinds in flight."""
+    with serving("Double", ranks=2, ring_bytes="300KiB") as service:
+        ring = until(lambda: next(iter(service.run_dir.glob("ring-*")), None))
+
+        def client(seed: int) -> None:
+            rng = np.random.default_rng(seed)
+            for _ in range(6):
+                array = rng.normal(size=(10_000 + seed, 3)).astype(np.float32)
+                answer = service.client.post("/infer", content=npy(array), headers=NPY)
+                assert answer.status_code == 200, answer.text
+                assert np.array_equal(np.load(io.BytesIO(answer.content)), 2 * array)
+
+        with concurrent.futures.ThreadPoolExecutor(6) as pool:
+            clients = [pool.submit(client, seed) for seed in range(6)]
+            until(lambda: service.metric("phalanx_steps_total") > 20)
+            os.kill(service.pids()[1], signal.SIGKILL)
+            for one in clients:
+                one.result()
+        assert ring.stat().st_blocks
+    assert not ring.exists()
 
 
 def test_json_and_npy_give_the_same_numbers(double: Service) -> None:
