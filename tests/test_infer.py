@@ -79,7 +79,7 @@ def test_a_batch_is_shared_evenly_and_no_forward_sees_more_than_max_batch_size()
 
 def test_bodies_that_a_small_ring_has_and_has_no_room_for_are_answered_alike_even_over_a_death() -> None:
     """Two of the six bodies fit into it at a time; a rank is killed with both kinds in flight."""
-    with serving("Double", ranks=2, ring_bytes="300KiB") as service:
+    with serving("Double", ranks=2, ring_bytes="300KiB", max_batch_size=2048) as service:
         ring = until(lambda: next(iter(service.run_dir.glob("ring-*")), None))
 
         def client(seed: int) -> None:
