@@ -142,9 +142,15 @@ class Dispatcher:
         That may be a group that never came to say HELLO: its model cannot be loaded, say.
         """
         lost, told = self._last_lost, last_death(self._run_dir)
-        if told is not None and (lost is None or told[0] >= lost.hello.epoch):
-            return told[1]
+        if told is not None and (lost is None or told.epoch >= lost.hello.epoch):
+            return told.text
         return f"{lost.name}: {lost.ended_by}" if lost else ""
+
+    def _kind_of_death(self, lost: Group) -> str:
+        told = last_death(self._run_dir)
+        if told is not None and told.epoch == lost.hello.epoch:
+            return told.kind
+        return "left" if lost.leaving else "unknown"
 
     def waiting(self) -> int:
         """Items that are in no step yet."""
@@ -255,24 +261,22 @@ class Dispatcher:
                 self._lost(old, f"superseded by epoch {hello.epoch}")
             self.groups[hello.group] = Group(identity, hello)
             self._refusal = ""
-            self.restarts += self._last_lost is not None
+            if self._last_lost is not None:
+                self.restarts += 1
+                self.metrics.restarts.labels(self._kind_of_death(self._last_lost)).inc()
             self.metrics.epochs.inc()
             log.info("group %s epoch %d: %d ranks of %s", hello.group, hello.epoch, hello.world, hello.model.name)
             if self._on_ready is not None:
                 self._on_ready(self.groups[hello.group])
                 self._on_ready = None
-        self._count_ranks()
+        self.metrics.group_changed(hello.group, hello.world, up=True)
         self._feed_soon()
 
     def _ended(self, group: Group, flight: Flight, result: Result, payload: list[Buffer]) -> None:
         if flight.batch is None:
             group.canary_failure = result.failures[0].detail if result.failures else None
             return
-        self.metrics.steps.inc()
-        self.metrics.step_items.observe(flight.size)
-        self.metrics.collect_seconds.observe(result.collect_seconds)
-        for stats in result.stats:
-            self.metrics.forward_seconds.labels(stats.rank).observe(stats.forward_seconds)
+        self.metrics.step_ended(group.hello.group, flight.size, group.capacity, result)
         slowest = max((stats.forward_seconds for stats in result.stats), default=0.0)
         for request in steps.requests(flight.batch):
             request.forward += slowest
@@ -308,7 +312,7 @@ class Dispatcher:
         self._last_lost = group
         group.ended_by = why
         self.metrics.group_deaths.inc()
-        self._count_ranks()
+        self.metrics.group_changed(group.hello.group, group.hello.world, up=False)
         if group.leaving and not group.flights:
             group.ended_by = "it has left"
             log.info("%s has left", group.name)
@@ -355,9 +359,6 @@ class Dispatcher:
             request.id for flight in group.flights.values() if flight.batch for request in steps.requests(flight.batch)
         )
         return ", ".join(dict.fromkeys(ids))
-
-    def _count_ranks(self) -> None:
-        self.metrics.ranks_up.set(sum(group.hello.world for group in self.groups.values()))
 
     def _tick(self) -> None:
         """Canaries: a group that nothing else proves alive runs its own example."""

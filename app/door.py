@@ -44,8 +44,17 @@ class Door:
     An error that leaves the app before its answer began is answered as a problem: what is no PhalanxError is logged.
     """
 
-    def __init__(self, app: App, *, max_body_bytes: int, keys: Collection[bytes] = ()) -> None:
+    def __init__(
+        self,
+        app: App,
+        *,
+        max_body_bytes: int,
+        keys: Collection[bytes] = (),
+        count: Callable[[PhalanxError], None] = lambda _: None,
+    ) -> None:
+        """`count` is called with what the door answers for the app."""
         self.app = app
+        self.count = count
         self.max_body_bytes = max_body_bytes
         self.keys = tuple(keys)
 
@@ -70,6 +79,7 @@ class Door:
             if not isinstance(error, PhalanxError):
                 log.exception("request %s: the front end failed", request_id.decode())
                 error = InternalError("the front end failed; its log has the stack")
+            self.count(error)
             await visit.refuse(error)
 
     def _admit(self, path: str, headers: dict[bytes, bytes]) -> None:

@@ -18,7 +18,7 @@ from app.metrics import Metrics
 from app.problem import problem
 from app.settings import Settings
 from app.steps import Request
-from workers.errors import BodyTimeout, InternalError, InvalidItem, MalformedHeader, PhalanxError, TooLarge
+from workers.errors import BodyTimeout, InvalidItem, MalformedHeader, PhalanxError, TooLarge
 from workers.ring import Block
 from workers.wire import Buffer, Encoding
 
@@ -50,6 +50,9 @@ class Infer:
             except PhalanxError as error:
                 error.__traceback__ = None  # it would keep the body until the next full garbage collection
                 status, headers, body = problem(error, request_id)
+                self._metrics.rejected.labels(error.type).inc()
+            self._metrics.request_bytes.inc(hold.bytes)
+            self._metrics.response_bytes.inc(len(body))
             hold.add_bytes(len(body))
             self._metrics.requests.labels(status).inc()
             self._metrics.request_seconds.observe(time.monotonic() - began)
@@ -58,9 +61,6 @@ class Infer:
         except ClientGone as gone:
             gone.__traceback__ = None  # likewise
             self._metrics.aborted.labels(str(gone)).inc()
-        except Exception:  # the door answers
-            self._metrics.requests.labels(InternalError.status).inc()
-            raise
         finally:
             hold.release()
 

@@ -64,7 +64,9 @@ def create_app(settings: Settings, on_ready: Callable[[Group], None] | None = No
         redirect_slashes=False,
     )
     app.state.dispatcher = dispatcher
-    door = functools.partial(Door, max_body_bytes=settings.max_body_bytes, keys=settings.api_keys())
+    door = functools.partial(
+        Door, max_body_bytes=settings.max_body_bytes, keys=settings.api_keys(), count=metrics.refused
+    )
     infer = Infer(settings, dispatcher, metrics)
     app.infer = door(infer)
     app.router.routes.append(Route("/infer", infer, methods=["POST"]))  # of what comes here, it refuses the method

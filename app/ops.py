@@ -57,6 +57,7 @@ def routes(settings: Settings, dispatcher: Dispatcher, metrics: Metrics) -> APIR
 
     @router.get("/metrics", summary="Prometheus metrics", response_class=Response)
     async def scrape(request: Request) -> Response:
+        metrics.ready.set(dispatcher.unreadiness() is None)
         metrics.queue_items.set(dispatcher.account.items)
         metrics.queue_bytes.set(dispatcher.account.bytes)
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)

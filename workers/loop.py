@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 import zmq
 
-from workers import items, model, wire
+from workers import items, memory, model, wire
 from workers.collect import Collector, Part
 from workers.errors import GroupError, InternalError, ModelLoadError
 from workers.forward import Forward
@@ -267,13 +267,14 @@ class Rank:
             log.exception("step %d: a fault outside the model", shard.step)
             failures = dict.fromkeys(range(size), InternalError("a fault outside the model; the log has the stack"))
             encoded = items.encode([], failures, size, shard.form.returns)
-        device_bytes = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
+        on_cuda = self.device.type == "cuda"
+        memory_bytes = torch.cuda.memory_allocated(self.device) if on_cuda else memory.resident_bytes()
         return Done(
             memoryview(encoded.frame),
             encoded.lengths,
             [(i, error.type, error.detail) for i, error in sorted(failures.items())],
             encoded.rows,
-            (self.rank, size, time.perf_counter() - started, device_bytes),
+            (self.rank, size, time.perf_counter() - started, memory_bytes),
         )
 
     def _collect(self, shard: Shard, done: Future[Done]) -> tuple[list[Part] | None, float]:

@@ -9,6 +9,7 @@ import shutil
 import stat
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from workers.errors import RunDirectoryError
 from workers.lifeline import process_stat, start_time
@@ -116,12 +117,21 @@ def keep_post_mortem(run_dir: Path, name: str, text: str) -> Path:
     return path
 
 
-def last_death(run_dir: Path) -> tuple[int, str] | None:
-    """Of the newest post-mortem, whichever group's: its epoch, and its first line, which says who died of what."""
+class Told(NamedTuple):
+    """What a post-mortem begins with."""
+
+    epoch: int
+    text: str  # who died of what
+    kind: str  # of `workers.epoch.Death`
+
+
+def last_death(run_dir: Path) -> Told | None:
+    """Of the newest post-mortem, whichever group's."""
     with suppress(OSError, ValueError):  # it may be removed meanwhile
         newest = max((run_dir / "post-mortem").glob("*-*.txt"), key=lambda path: path.stat().st_mtime_ns)
         with newest.open(errors="replace") as file:
-            return int(newest.stem.rpartition("-")[2]), file.readline().strip()
+            text, kind = file.readline().strip(), file.readline().removeprefix("kind: ").partition(";")[0]
+        return Told(int(newest.stem.rpartition("-")[2]), text, kind)
     return None
 
 

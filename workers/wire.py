@@ -85,7 +85,7 @@ class RankStats(_Message, frozen=True, array_like=True):
     rank: int
     items: int
     forward_seconds: float
-    device_bytes: int
+    memory_bytes: int  # allocated on its device; on the CPU, resident
 
 
 class Result(_Message, frozen=True, array_like=True, tag=True):
