@@ -57,6 +57,14 @@ def test_the_alert_rules_fire_when_they_should_and_only_then(tmp_path: Path) -> 
         assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is missing (Debian: apt install prometheus)")
+def test_the_names_of_the_metrics_keep_the_rules(digits: Service) -> None:
+    assert digits.infer([digits.group()["model"]["example"]]).status_code == 200
+    exported = digits.client.get("/metrics").text
+    done = subprocess.run(["promtool", "check", "metrics"], input=exported, capture_output=True, text=True)
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")
+
+
 def test_compose_sets_only_settings_that_exist() -> None:
     text = "".join(path.read_text() for path in DOCKER.glob("compose*.yaml")) + (ROOT / "Dockerfile").read_text()
     for name in set(re.findall(r"PHALANX_\w+", text)):

@@ -1,4 +1,4 @@
-"""This process's memory: how the C library keeps what was freed, and how much there is; it knows nothing of its users."""
+"""This process's memory: how much there is, and how the C library keeps what was freed; it knows none of its users."""
 
 from __future__ import annotations
 
