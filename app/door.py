@@ -29,6 +29,7 @@ waits for `receive` to say so."""
 FILL = "phalanx.fill"
 """In the scope of a request that announces its length the server may leave a FillBody, for use instead of `receive`."""
 OPEN_PATHS = frozenset({"/livez", "/readyz"})  # probes carry no key
+ENCODINGS = frozenset({b"", b"identity", b"gzip", b"x-gzip"})  # of bodies; routes expand them
 LINGER = 10.0  # seconds an unread body is read on for after the answer
 SILENCE = 1.0  # seconds without a byte of it that end the wait
 
@@ -88,9 +89,9 @@ class Door:
         if int(headers.get(b"content-length", 0)) > self.max_body_bytes:
             raise _too_large(self.max_body_bytes)
         encoding = headers.get(b"content-encoding", b"identity").strip().lower()
-        if encoding not in (b"identity", b""):
+        if encoding not in ENCODINGS:
             raise UnsupportedMediaType(
-                f"the body has Content-Encoding {encoding.decode('latin-1')}; only identity is taken"
+                f"the body has Content-Encoding {encoding.decode('latin-1')}; gzip and identity are taken"
             )
 
     def _known(self, headers: dict[bytes, bytes]) -> bool:
@@ -152,7 +153,7 @@ class _Visit:
     async def refuse(self, error: PhalanxError) -> None:
         status, headers, body = problem(error, self._request_id.decode())
         if isinstance(error, UnsupportedMediaType):
-            headers.append((b"accept-encoding", b"identity"))
+            headers.append((b"accept-encoding", b"gzip, identity"))
         await self.send({"type": "http.response.start", "status": status, "headers": headers})
         await self.send({"type": "http.response.body", "body": body})
 

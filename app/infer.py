@@ -1,151 +1,42 @@
-"""`POST /infer`: reads the body within its limits, queues it, writes the answer; it knows no model and no queue."""
+"""`POST /infer`: which content type is read and which is written; it knows no model and no queue."""
 
 from __future__ import annotations
 
-import asyncio
-import math
 import time
-from collections.abc import Mapping, MutableMapping
+from collections.abc import MutableMapping
 from typing import Any
-
-import numpy as np
 
 from app import codecs
 from app.batcher import Hold
-from app.dispatcher import Dispatcher
-from app.door import FILL, HANG_UP, Receive, Send
-from app.metrics import Metrics
+from app.door import Receive, Send
+from app.intake import Answer, Fields, Intake
 from app.problem import problem
-from app.settings import Settings
 from app.steps import Request
-from workers.errors import BodyTimeout, InvalidItem, MalformedHeader, PhalanxError, TooLarge
-from workers.ring import Block
-from workers.wire import Buffer, Encoding
-
-LONG = 64 * 1024  # bytes of a body from which shared memory is better than a socket
-
-Headers = list[tuple[bytes, bytes]]
-Answer = tuple[int, Headers, bytes]
-
-
-class ClientGone(Exception):
-    """The client closed its connection: there is nobody to answer."""
+from workers.errors import InvalidItem, PhalanxError
+from workers.wire import Encoding
 
 
 class Infer:
     """The route, as a plain ASGI app: one pass over a request, with no per-request machinery around it."""
 
-    def __init__(self, settings: Settings, dispatcher: Dispatcher, metrics: Metrics) -> None:
-        self._settings = settings
-        self._dispatcher = dispatcher
-        self._metrics = metrics
+    def __init__(self, intake: Intake) -> None:
+        self._intake = intake
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
-        began = time.monotonic()
-        request_id: str = scope["state"]["request_id"]
-        hold = self._dispatcher.account.open()
-        try:
-            try:
-                status, headers, body = await self._answer(scope, receive, hold, began)
-            except PhalanxError as error:
-                error.__traceback__ = None  # it would keep the body until the next full garbage collection
-                status, headers, body = problem(error, request_id)
-                self._metrics.rejected.labels(error.type).inc()
-            self._metrics.request_bytes.inc(hold.bytes)
-            self._metrics.response_bytes.inc(len(body))
-            hold.add_bytes(len(body))
-            self._metrics.requests.labels(status).inc()
-            self._metrics.request_seconds.observe(time.monotonic() - began)
-            await send({"type": "http.response.start", "status": status, "headers": headers})
-            await send({"type": "http.response.body", "body": body})
-        except ClientGone as gone:
-            gone.__traceback__ = None  # likewise
-            self._metrics.aborted.labels(str(gone)).inc()
-        finally:
-            hold.release()
+        await self._intake.serve(scope, receive, send, self._answer, problem)
 
     async def _answer(self, scope: MutableMapping[str, Any], receive: Receive, hold: Hold, began: float) -> Answer:
         headers, request_id = dict(scope["headers"]), scope["state"]["request_id"]
         accepts = codecs.request_encoding(headers.get(b"content-type"))
         returns = codecs.answer_encoding(headers.get(b"accept"), accepts)
-        deadline = began + self._timeout(headers.get(b"x-request-timeout"))
-        body, block = await self._read(scope, headers, receive, hold, accepts)
-        cut = codecs.cut(body, accepts, returns, block)
-        if len(cut.items) > self._settings.max_items:
-            raise TooLarge(f"{len(cut.items)} items are over the limit of {self._settings.max_items} in one request")
-        hold.take_items(len(cut.items))
-        request = self._dispatcher.submit(cut, request_id, deadline)
-        scope[HANG_UP] = lambda: request.end(ClientGone("wait"))  # what of it is queued is dropped
-        try:
-            await request.future
-        finally:
-            del scope[HANG_UP]  # the connection keeps the scope, and this would keep the body
-        self._count(request)
+        deadline = self._intake.deadline(began, headers)
+        body, block = await self._intake.body(scope, headers, receive, hold, ring=accepts == "npy")
+        request = await self._intake.results(scope, codecs.cut(body, accepts, returns, block), hold, deadline)
         return _write(request, request_id, returns, began)
-
-    async def _read(
-        self,
-        scope: MutableMapping[str, Any],
-        headers: Mapping[bytes, bytes],
-        receive: Receive,
-        hold: Hold,
-        accepts: Encoding,
-    ) -> tuple[Buffer, Block | None]:
-        """The whole body, and the block of the ring that it is in, if it is.
-
-        Its bytes are accounted for before they are read: at once where its length is announced.
-        """
-        announced = int(headers.get(b"content-length", 0))
-        hold.take_bytes(announced)
-        if (fill := scope.pop(FILL, None)) is not None:
-            block = self._dispatcher.block(announced) if accepts == "npy" and announced >= LONG else None
-            body = block.view if block else np.empty(announced, np.uint8).data
-            try:
-                await fill(body, self._settings.body_timeout)
-            except ConnectionResetError:
-                raise ClientGone("body") from None
-            return body, block
-        chunks: list[bytes] = []
-        size = 0
-        while True:
-            try:
-                async with asyncio.timeout(self._settings.body_timeout):
-                    message = await receive()
-            except TimeoutError:
-                waited = f"no byte came for {self._settings.body_timeout:g} s"
-                raise BodyTimeout(f"{waited}; {size} of {announced or 'unknown'} bytes are here") from None
-            if message["type"] == "http.disconnect":
-                raise ClientGone("body")
-            chunk = message.get("body", b"")
-            size += len(chunk)
-            if size > hold.bytes:
-                hold.take_bytes(size - hold.bytes)
-            chunks.append(chunk)
-            if not message.get("more_body", False):
-                return b"".join(chunks) if len(chunks) != 1 else chunks[0], None
-
-    def _timeout(self, header: bytes | None) -> float:
-        if header is None:
-            return self._settings.request_timeout
-        try:
-            seconds = float(header)
-        except ValueError:
-            seconds = math.nan
-        if not 0 < seconds < math.inf:
-            raise MalformedHeader(
-                f"X-Request-Timeout is {header.decode('latin-1')!r}, not a positive number of seconds"
-            )
-        return seconds
-
-    def _count(self, request: Request) -> None:
-        failed = len(request.failures)
-        self._metrics.items.labels("ok").inc(request.size - failed)
-        for error in request.failures.values():
-            self._metrics.items.labels(error.type).inc()
 
 
 def _write(request: Request, request_id: str, returns: Encoding, began: float) -> Answer:
-    headers: Headers = [(b"server-timing", _timing(request, began))]
+    headers: Fields = [(b"server-timing", _timing(request, began))]
     if request.size and len(request.failures) == request.size:
         return _all_failed(request.failures, request_id, headers)
     if returns == "npy" and not request.failures:
@@ -161,7 +52,7 @@ def _write(request: Request, request_id: str, returns: Encoding, began: float) -
     return status, headers, body
 
 
-def _all_failed(failures: dict[int, PhalanxError], request_id: str, headers: Headers) -> Answer:
+def _all_failed(failures: dict[int, PhalanxError], request_id: str, headers: Fields) -> Answer:
     """No item succeeded: 422 where every failure is the client's, else 500."""
     errors = list(failures.values())
     worst = next((error for error in errors if error.status != InvalidItem.status), errors[0])

@@ -19,6 +19,7 @@ from app.dispatcher import Dispatcher
 from app.door import App, Door, Receive, Send
 from app.groups import Group
 from app.infer import OPENAPI, Infer
+from app.intake import Intake
 from app.metrics import Metrics
 from app.problem import problem
 from app.settings import Settings
@@ -67,7 +68,8 @@ def create_app(settings: Settings, on_ready: Callable[[Group], None] | None = No
     door = functools.partial(
         Door, max_body_bytes=settings.max_body_bytes, keys=settings.api_keys(), count=metrics.refused
     )
-    infer = Infer(settings, dispatcher, metrics)
+    intake = Intake(settings, dispatcher, metrics)
+    infer = Infer(intake)
     app.infer = door(infer)
     app.router.routes.append(Route("/infer", infer, methods=["POST"]))  # of what comes here, it refuses the method
     app.include_router(ops.routes(settings, dispatcher, metrics))

@@ -47,9 +47,7 @@ class Metrics:
         self.ready = self._gauge("ready", "Whether a request would be answered now")
         self.epochs = self._counter("epochs", "Groups that said HELLO")
         self.group_deaths = self._counter("group_deaths", "Groups that ended")
-        self.restarts = self._counter(
-            "restarts", "Groups that replaced one, by how that one ended", "reason"
-        )
+        self.restarts = self._counter("restarts", "Groups that replaced one, by how that one ended", "reason")
         self.requeued = self._counter("requeued_items", "Items put back when their group ended")
         self.dropped = self._counter("dropped_messages", "Messages of another session, epoch or step")
 

@@ -208,16 +208,16 @@ def test_the_app_may_answer_a_body_that_grows_over_the_limit_itself() -> None:
 # Encodings
 
 
-@pytest.mark.parametrize("encoding", ["identity", "Identity", ""])
+@pytest.mark.parametrize("encoding", ["identity", "Identity", "", "gzip"])
 def test_a_body_that_is_not_encoded_is_taken(encoding: str) -> None:
     assert Client({"content-encoding": encoding}).visit(hasty).status == 200
 
 
-@pytest.mark.parametrize("encoding", ["gzip", "identity, gzip", "caf\xe9"])
+@pytest.mark.parametrize("encoding", ["br", "identity, gzip", "caf\xe9"])
 def test_an_encoded_body_is_415_and_is_told_what_is_taken(encoding: str) -> None:
     client = Client({"content-encoding": encoding, "content-length": "3"}, [b"abc"]).visit(echo)
     assert (client.status, client.type) == (415, "urn:phalanx:error:unsupported-media-type")
-    assert client.got[b"accept-encoding"] == b"identity"
+    assert client.got[b"accept-encoding"] == b"gzip, identity"
 
 
 # Errors and the end of a connection

@@ -1,0 +1,204 @@
+"""What every request for inference passes: account, body, queue, hang-up, the numbers; it knows no content type.
+
+`/infer` and the Open Inference Protocol are two ways to write what goes in here and comes out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+import zlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from app.batcher import Hold
+from app.codecs import Cut
+from app.dispatcher import Dispatcher
+from app.door import FILL, HANG_UP, Receive, Send
+from app.metrics import Metrics
+from app.settings import Settings
+from app.steps import Request
+from workers.errors import BodyTimeout, MalformedBody, MalformedHeader, PhalanxError, TooLarge
+from workers.ring import Block
+from workers.wire import Buffer
+
+LONG = 64 * 1024  # bytes of a body from which shared memory is better than a socket, and a thread than the event loop
+EXPANDED = 1 << 20  # bytes of a compressed body that are expanded in one go
+GZIP = zlib.MAX_WBITS + 16  # the format (RFC 1952), as zlib names it
+
+Scope: TypeAlias = MutableMapping[str, Any]
+Headers: TypeAlias = Mapping[bytes, bytes]
+Fields: TypeAlias = list[tuple[bytes, bytes]]
+Answer: TypeAlias = tuple[int, Fields, bytes | AsyncIterator[bytes]]  # status, headers, and a body or its pieces
+
+
+class ClientGone(Exception):
+    """The client closed its connection: there is nobody to answer."""
+
+
+class Intake:
+    """What every kind of request for inference passes on its way in."""
+
+    def __init__(self, settings: Settings, dispatcher: Dispatcher, metrics: Metrics) -> None:
+        self._settings = settings
+        self._dispatcher = dispatcher
+        self._metrics = metrics
+
+    async def serve(
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        answer: Callable[[Scope, Receive, Hold, float], Awaitable[Answer]],
+        refuse: Callable[[PhalanxError, str], Answer],
+    ) -> None:
+        """One request from its head to its answer: what `answer` makes, or `refuse` of the PhalanxError it raises.
+
+        `answer` is given what the request holds of the account, and when it began (time.monotonic()).
+        """
+        began = time.monotonic()
+        hold = self._dispatcher.account.open()
+        try:
+            try:
+                status, fields, body = await answer(scope, receive, hold, began)
+            except PhalanxError as error:
+                error.__traceback__ = None  # it would keep the body until the next full garbage collection
+                status, fields, body = refuse(error, scope["state"]["request_id"])
+                self._metrics.rejected.labels(error.type).inc()
+            self._metrics.request_bytes.inc(hold.bytes)
+            self._metrics.requests.labels(status).inc()
+            if isinstance(body, bytes):
+                self._metrics.request_seconds.observe(time.monotonic() - began)
+                hold.add_bytes(len(body))
+                await send({"type": "http.response.start", "status": status, "headers": fields})
+                await send({"type": "http.response.body", "body": body})
+                self._metrics.response_bytes.inc(len(body))
+            else:
+                await send({"type": "http.response.start", "status": status, "headers": fields})
+                async for piece in body:
+                    hold.add_bytes(len(piece))
+                    await send({"type": "http.response.body", "body": piece, "more_body": True})
+                    self._metrics.response_bytes.inc(len(piece))
+                await send({"type": "http.response.body", "body": b""})
+                self._metrics.request_seconds.observe(time.monotonic() - began)
+        except ClientGone as gone:
+            gone.__traceback__ = None  # likewise
+            self._metrics.aborted.labels(str(gone)).inc()
+        finally:
+            hold.release()
+
+    def deadline(self, began: float, headers: Headers) -> float:
+        """When the request must be answered, on the clock of `began`. MalformedHeader: an X-Request-Timeout is none."""
+        header = headers.get(b"x-request-timeout")
+        if header is None:
+            return began + self._settings.request_timeout
+        try:
+            seconds = float(header)
+        except ValueError:
+            seconds = math.nan
+        if not 0 < seconds < math.inf:
+            raise MalformedHeader(
+                f"X-Request-Timeout is {header.decode('latin-1')!r}, not a positive number of seconds"
+            )
+        return began + seconds
+
+    async def body(
+        self, scope: Scope, headers: Headers, receive: Receive, hold: Hold, ring: bool
+    ) -> tuple[Buffer, Block | None]:
+        """The whole body, expanded, and with `ring` the block of the ring that it is in, if it is.
+
+        Its bytes are accounted for before they are read: at once where its length is announced.
+        """
+        announced = int(headers.get(b"content-length", 0))
+        compressed = headers.get(b"content-encoding", b"").strip().lower() in (b"gzip", b"x-gzip")
+        hold.take_bytes(announced)
+        block = None
+        if (fill := scope.pop(FILL, None)) is not None:
+            block = self._dispatcher.block(announced) if ring and announced >= LONG and not compressed else None
+            body: Buffer = block.view if block else np.empty(announced, np.uint8).data
+            try:
+                await fill(body, self._settings.body_timeout)
+            except ConnectionResetError:
+                raise ClientGone("body") from None
+        else:
+            body = await self._pieces(receive, hold, announced)
+        return (await self._expand(body, hold) if compressed else body), block
+
+    async def results(self, scope: Scope, cut: Cut, hold: Hold, deadline: float) -> Request:
+        """The request, answered. Raises the RequestError that is the answer to all of it."""
+        request = self.submit(scope, cut, hold, deadline)
+        try:
+            await request.future
+        finally:
+            self.forget(scope)
+        self.count(request)
+        return request
+
+    def submit(self, scope: Scope, cut: Cut, hold: Hold, deadline: float) -> Request:
+        """The request, queued; whoever has its `future` in the end calls `forget`."""
+        count = len(cut.items)
+        if count > self._settings.max_items:
+            raise TooLarge(f"{count} items are over the limit of {self._settings.max_items} in one request")
+        hold.take_items(count)
+        request = self._dispatcher.submit(cut, scope["state"]["request_id"], deadline)
+        scope[HANG_UP] = lambda: request.end(ClientGone("wait"))  # what of it is queued is dropped
+        return request
+
+    def forget(self, scope: Scope) -> None:
+        """The connection keeps the scope, and the way to hang up would keep the body."""
+        del scope[HANG_UP]
+
+    def count(self, request: Request) -> None:
+        """Its items, by outcome."""
+        self._metrics.items.labels("ok").inc(request.size - len(request.failures))
+        for error in request.failures.values():
+            self._metrics.items.labels(error.type).inc()
+
+    async def _pieces(self, receive: Receive, hold: Hold, announced: int) -> bytes:
+        chunks: list[bytes] = []
+        size = 0
+        while True:
+            try:
+                async with asyncio.timeout(self._settings.body_timeout):
+                    message = await receive()
+            except TimeoutError:
+                waited = f"no byte came for {self._settings.body_timeout:g} s"
+                raise BodyTimeout(f"{waited}; {size} of {announced or 'unknown'} bytes are here") from None
+            if message["type"] == "http.disconnect":
+                raise ClientGone("body")
+            chunk = message.get("body", b"")
+            size += len(chunk)
+            if size > hold.bytes:
+                hold.take_bytes(size - hold.bytes)
+            chunks.append(chunk)
+            if not message.get("more_body", False):
+                return b"".join(chunks) if len(chunks) != 1 else chunks[0]
+
+    async def _expand(self, body: Buffer, hold: Hold) -> bytes:
+        """What a gzip body holds, all members of it. TooLarge as soon as it is more than a body may be."""
+        pieces: list[bytes] = []
+        size = 0
+        gzip = zlib.decompressobj(GZIP)
+        rest: Buffer = body
+        while not gzip.eof:
+            try:
+                if len(body) < LONG:
+                    piece = gzip.decompress(rest, EXPANDED)
+                else:  # zlib lets go of the GIL
+                    piece = await asyncio.to_thread(gzip.decompress, rest, EXPANDED)
+            except zlib.error as error:
+                raise MalformedBody(f"the body is not what gzip writes: {error}") from error
+            size += len(piece)
+            if size > self._settings.max_body_bytes:
+                raise TooLarge(f"the expanded body is over the limit of {self._settings.max_body_bytes} bytes")
+            hold.take_bytes(len(piece))
+            pieces.append(piece)
+            rest = gzip.unconsumed_tail
+            if gzip.eof and gzip.unused_data:
+                rest, gzip = gzip.unused_data, zlib.decompressobj(GZIP)
+            elif not rest and not piece and not gzip.eof:
+                raise MalformedBody("the gzip body ends too early")
+        return b"".join(pieces)
