@@ -10,19 +10,34 @@ import io
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
 
 import msgspec
 import numpy as np
 import orjson
 
 from workers import wire
-from workers.errors import MalformedBody, NonFiniteResult, NotAcceptable, PhalanxError, UnsupportedMediaType
+from workers.errors import (
+    InvalidItem,
+    MalformedBody,
+    NonFiniteResult,
+    NotAcceptable,
+    PhalanxError,
+    TooLarge,
+    UnsupportedMediaType,
+)
 from workers.ring import Block
 from workers.wire import Buffer, Encoding, Form, Place, RowForm
 
-MEDIA_TYPES: dict[Encoding, str] = {"json": "application/json", "npy": "application/x-npy"}
+Media = Literal["json", "npy", "ndjson", "multipart"]
+MEDIA_TYPES: dict[Media, str] = {
+    "json": "application/json",
+    "npy": "application/x-npy",
+    "ndjson": "application/x-ndjson",
+    "multipart": "multipart/form-data",
+}
+ANSWERS: tuple[Media, ...] = ("json", "npy", "ndjson")
 MAX_NPY_HEADER = 4096  # bytes
 MAX_NPY_AXES = 32  # NumPy 1 has no more
 MAX_NPY_SIZE = 2**60 - 1  # numbers: NumPy counts bytes in 63 bits, and a number has up to eight of them
@@ -48,6 +63,8 @@ class Cut:
 
     items: Items
     form: Form
+    index: list[int] | None = None  # each item's place in the body, where there are broken ones between them
+    broken: dict[int, PhalanxError] = field(default_factory=dict)  # items that never were any, by place
 
 
 @dataclass
@@ -64,21 +81,23 @@ class Span:
 
 
 @functools.lru_cache(maxsize=64)
-def request_encoding(content_type: bytes | None) -> Encoding:
+def request_media(content_type: bytes | None) -> Media:
     """UnsupportedMediaType for a content type that is not in the table."""
     media, _, parameters = (content_type or b"").decode("latin-1").lower().partition(";")
-    for encoding, name in MEDIA_TYPES.items():
+    for known, name in MEDIA_TYPES.items():
         if media.strip() == name:
-            if encoding == "json" and "charset" in parameters and not re.search(r"charset=\"?utf-?8\b", parameters):
+            if "json" in known and "charset" in parameters and not re.search(r"charset=\"?utf-?8\b", parameters):
                 raise UnsupportedMediaType(f"JSON is UTF-8, not {parameters.strip()}")
-            return encoding
+            return known
     got = f"the content type {media.strip()!r}" if media.strip() else "a body without Content-Type"
     raise UnsupportedMediaType(f"{got} is not supported; send {' or '.join(MEDIA_TYPES.values())}")
 
 
 @functools.lru_cache(maxsize=64)  # clients of a kind send one Accept, and to read it takes a tenth of a request's time
-def answer_encoding(accept: bytes | None, default: Encoding) -> Encoding:
-    """The form that the client likes best; `default` where it likes them alike. NotAcceptable: none.
+def answer_media(accept: bytes | None, request: Media) -> Media:
+    """The form that the client likes best; where it likes them alike, the request's own or else JSON.
+
+    NotAcceptable: it likes none.
 
     As RFC 9110 says in 12.5.1: of the ranges that hold a media type, the most specific one says how much it is liked.
     """
@@ -90,21 +109,21 @@ def answer_encoding(accept: bytes | None, default: Encoding) -> Encoding:
             raise NotAcceptable(f"Accept: {choice!r} has a q that is no number from 0 to 1")
         likings[media] = max(float(quality), likings.get(media, 0.0))
 
-    def liking(encoding: Encoding) -> tuple[float, bool]:
-        ranges = (MEDIA_TYPES[encoding], "application/*", "*/*")
-        return next((likings[media] for media in ranges if media in likings), 0.0), encoding == default
+    def liking(answer: Media) -> tuple[float, bool]:
+        ranges = (MEDIA_TYPES[answer], "application/*", "*/*")
+        return next((likings[media] for media in ranges if media in likings), 0.0), answer == request
 
-    best = max(MEDIA_TYPES, key=liking)
+    best = max(ANSWERS, key=liking)
     if not liking(best)[0]:
-        raise NotAcceptable(f"no form in Accept is one of {', '.join(MEDIA_TYPES.values())}")
+        raise NotAcceptable(f"no form in Accept is one of {', '.join(MEDIA_TYPES[answer] for answer in ANSWERS)}")
     return best
 
 
 # ---- bodies to items
 
 
-def cut(body: Buffer, accepts: Encoding, returns: Encoding, block: Block | None = None) -> Cut:
-    """MalformedBody, with the place, for a body that is not what its content type promises.
+def cut(body: Buffer, accepts: Media, returns: Encoding, block: Block | None = None) -> Cut:
+    """Of JSON or npy. MalformedBody, with the place, for a body that is not what its content type promises.
 
     `block` is what of the ring the body fills, if it does.
     """
@@ -151,6 +170,28 @@ def _cut_json(body: Buffer, returns: Encoding) -> Cut:
         raise MalformedBody("the body is nested too deep") from error
     parameters = msgspec.json.encode(parsed.parameters, order="sorted") if parsed.parameters else b""
     return Cut(_JsonItems(parsed.inputs), Form("json", returns, parameters))
+
+
+_any = msgspec.json.Decoder(msgspec.Raw)
+
+
+def cut_lines(text: bytes, returns: Encoding, max_items: int) -> Cut:
+    """Each line is an item; one that is no JSON is broken, and blank ones are none. TooLarge: too many lines."""
+    if text.count(b"\n") > max_items:  # before anything is made of them
+        raise TooLarge(f"the lines are over the limit of {max_items} items in one request")
+    ascii_only = text.isascii()
+    raws: list[msgspec.Raw] = []
+    index: list[int] = []
+    broken: dict[int, PhalanxError] = {}
+    for number, line in enumerate(filter(None, map(bytes.strip, text.split(b"\n")))):
+        try:
+            if not ascii_only:
+                line.decode()  # cutting does not look into strings
+            raws.append(_any.decode(line))
+            index.append(number)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            broken[number] = InvalidItem(f"the line is not JSON: {str(error)[:500]}")
+    return Cut(_JsonItems(raws), Form("json", returns), index if broken else None, broken)
 
 
 class _NpyItems:
@@ -207,7 +248,7 @@ def _cut_npy(body: Buffer, returns: Encoding, block: Block | None) -> Cut:
     return Cut(_NpyItems(data, shape[0], length, block, head.tell()), Form("npy", returns, b"", (dtype.str, shape[1:])))
 
 
-def frame(pieces: Sequence[tuple[Items, int, int]], encoding: Encoding) -> tuple[Buffer, list[int]]:
+def frame(pieces: Sequence[tuple[Items, int, int]], encoding: str) -> tuple[Buffer, list[int]]:
     """Items `start` to `stop` of each, as one payload frame, and their lengths."""
     slices = [one for items, start, stop in pieces for one in items.slices(start, stop)]
     lengths = [length for items, start, stop in pieces for length in items.lengths(start, stop)]
@@ -225,19 +266,40 @@ def null_span(start: int, count: int, encoding: Encoding) -> Span:
     return Span(start, [4 if encoding == "json" else 0] * count, memoryview(text), [("", ())] * count)
 
 
-def join_json(request_id: str, spans: Sequence[Span], failures: dict[int, PhalanxError], returns: Encoding) -> bytes:
+def join_json(
+    request_id: str, spans: Sequence[Span], failures: dict[int, PhalanxError], returns: Encoding, cut: Cut | None = None
+) -> bytes:
     """The JSON answer; `outputs` holds null and `errors` the reason where an item failed.
 
     An npy result that JSON cannot say is added to `failures`.
     """
-    if returns == "json":
-        outputs = [span.frame for span in spans if span.lengths]
+    if returns == "npy":
+        outputs: list[Buffer] = [text for span in spans for text in _rows_as_json(span, failures)]
+    elif cut and cut.broken:
+        outputs = [text for span in spans for text in texts(span)]
     else:
-        outputs = [memoryview(text) for span in spans for text in _rows_as_json(span, failures)]
+        outputs = [span.frame for span in spans if span.lengths]
+    if cut and cut.broken:
+        for place in sorted(cut.broken):
+            outputs.insert(place, b"null")
+        failures = by_place(failures, cut)
     chunks: list[Buffer] = [b'{"id":', orjson.dumps(request_id), b',"outputs":[', b",".join(outputs), b"]"]
     if failures:
-        chunks += [b',"errors":', orjson.dumps(describe(failures))]
+        chunks += [b',"errors":', orjson.dumps(listed(failures))]
     return b"".join([*chunks, b"}"])
+
+
+def texts(span: Span) -> list[memoryview]:
+    """The results of JSON, one by one."""
+    places = zip(wire.offsets(span.lengths, "json"), span.lengths, strict=True)
+    return [span.frame[at : at + length] for at, length in places]
+
+
+def by_place(failures: Mapping[int, PhalanxError], cut: Cut) -> dict[int, PhalanxError]:
+    """All failures, with their places in the body for indices."""
+    if cut.index is None:
+        return dict(failures)
+    return {cut.index[i]: error for i, error in failures.items()} | cut.broken
 
 
 def join_npy(spans: Sequence[Span]) -> bytes:
@@ -254,12 +316,16 @@ def join_npy(spans: Sequence[Span]) -> bytes:
     return b"".join([head.getvalue(), *(span.frame for span in spans)])
 
 
-def describe(failures: Mapping[int, PhalanxError]) -> list[dict[str, object]]:
+def describe(error: PhalanxError) -> dict[str, object]:
+    """One item's error, as answers have it."""
+    # A detail may quote what a client sent, lone surrogates included, which UTF-8 does not have.
+    detail = error.detail.encode(errors="replace").decode()
+    return {"type": error.type, "title": error.title, "detail": detail}
+
+
+def listed(failures: Mapping[int, PhalanxError]) -> list[dict[str, object]]:
     """The `errors` member of an answer."""
-    return [
-        {"index": i, "type": error.type, "title": error.title, "detail": error.detail}
-        for i, error in sorted(failures.items())
-    ]
+    return [{"index": i, **describe(error)} for i, error in sorted(failures.items())]
 
 
 def _rows_as_json(span: Span, failures: dict[int, PhalanxError]) -> list[bytes]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import MutableMapping
+from collections.abc import AsyncGenerator, MutableMapping
 from typing import Any
 
-from app import codecs
+from app import codecs, lines, multipart
 from app.batcher import Hold
 from app.door import Receive, Send
 from app.intake import Answer, Fields, Intake
@@ -19,35 +20,71 @@ from workers.wire import Encoding
 class Infer:
     """The route, as a plain ASGI app: one pass over a request, with no per-request machinery around it."""
 
-    def __init__(self, intake: Intake) -> None:
+    def __init__(self, intake: Intake, max_items: int) -> None:
         self._intake = intake
+        self._max_items = max_items
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         await self._intake.serve(scope, receive, send, self._answer, problem)
 
     async def _answer(self, scope: MutableMapping[str, Any], receive: Receive, hold: Hold, began: float) -> Answer:
-        headers, request_id = dict(scope["headers"]), scope["state"]["request_id"]
-        accepts = codecs.request_encoding(headers.get(b"content-type"))
-        returns = codecs.answer_encoding(headers.get(b"accept"), accepts)
+        headers = dict(scope["headers"])
+        content_type = headers.get(b"content-type", b"")
+        media = codecs.request_media(content_type)
+        wanted = codecs.answer_media(headers.get(b"accept"), media)
+        returns: Encoding = "npy" if wanted == "npy" else "json"
         deadline = self._intake.deadline(began, headers)
-        body, block = await self._intake.body(scope, headers, receive, hold, ring=accepts == "npy")
-        request = await self._intake.results(scope, codecs.cut(body, accepts, returns, block), hold, deadline)
-        return _write(request, request_id, returns, began)
+        body, block = await self._intake.body(scope, headers, receive, hold, ring=media == "npy")
+        if media == "multipart":
+            cut = await self._intake.aside(body, multipart.cut, bytes(body), content_type, returns, self._max_items)
+        elif media == "ndjson":
+            cut = await self._intake.aside(body, codecs.cut_lines, bytes(body), returns, self._max_items)
+        else:
+            cut = codecs.cut(body, media, returns, block)
+        if wanted == "ndjson":
+            return await self._stream(scope, cut, hold, deadline)
+        request = await self._intake.results(scope, cut, hold, deadline)
+        return _write(request, scope["state"]["request_id"], returns, began)
+
+    async def _stream(self, scope: MutableMapping[str, Any], cut: codecs.Cut, hold: Hold, deadline: float) -> Answer:
+        """Begun with the first results: what fails the whole request before is its status, after that its lines'."""
+        request = self._intake.submit(scope, cut, hold, deadline)
+        request.progress = progress = asyncio.Event()
+        try:
+            if not request.future.done():
+                await progress.wait()
+            if request.future.done():
+                await request.future
+        except BaseException:
+            self._intake.forget(scope)
+            raise
+
+        async def pieces() -> AsyncGenerator[bytes, None]:
+            try:
+                async for piece in lines.answer(request, progress):
+                    yield piece
+            finally:
+                self._intake.forget(scope)
+            self._intake.count(request)
+
+        return 200, [(b"content-type", codecs.MEDIA_TYPES["ndjson"].encode())], pieces()
 
 
 def _write(request: Request, request_id: str, returns: Encoding, began: float) -> Answer:
     headers: Fields = [(b"server-timing", _timing(request, began))]
-    if request.size and len(request.failures) == request.size:
-        return _all_failed(request.failures, request_id, headers)
-    if returns == "npy" and not request.failures:
+    cut = request.cut
+    size = request.size + len(cut.broken)
+    failures = dict(request.failures)
+    if size and len(failures) + len(cut.broken) == size:
+        return _all_failed(codecs.by_place(failures, cut), request_id, headers)
+    if returns == "npy" and not failures and not cut.broken:
         body, media = codecs.join_npy(request.spans), codecs.MEDIA_TYPES["npy"]
         status = 200
     else:
-        failures = dict(request.failures)
-        body, media = codecs.join_json(request_id, request.spans, failures, returns), codecs.MEDIA_TYPES["json"]
-        if failures and len(failures) == request.size:  # the last of them came to light as they took the JSON form
-            return _all_failed(failures, request_id, headers)
-        status = 207 if failures else 200
+        body, media = codecs.join_json(request_id, request.spans, failures, returns, cut), codecs.MEDIA_TYPES["json"]
+        if failures and len(failures) + len(cut.broken) == size:  # the last came to light as they took the JSON form
+            return _all_failed(codecs.by_place(failures, cut), request_id, headers)
+        status = 207 if failures or cut.broken else 200
     headers += [(b"content-type", media.encode()), (b"content-length", b"%d" % len(body))]
     return status, headers, body
 
@@ -56,7 +93,7 @@ def _all_failed(failures: dict[int, PhalanxError], request_id: str, headers: Fie
     """No item succeeded: 422 where every failure is the client's, else 500."""
     errors = list(failures.values())
     worst = next((error for error in errors if error.status != InvalidItem.status), errors[0])
-    status, own, body = problem(worst, request_id, errors=codecs.describe(failures))
+    status, own, body = problem(worst, request_id, errors=codecs.listed(failures))
     return status, headers + own, body
 
 

@@ -9,8 +9,9 @@ import asyncio
 import math
 import time
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
-from typing import Any, TypeAlias
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, MutableMapping
+from contextlib import aclosing
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -29,10 +30,11 @@ LONG = 64 * 1024  # bytes of a body from which shared memory is better than a so
 EXPANDED = 1 << 20  # bytes of a compressed body that are expanded in one go
 GZIP = zlib.MAX_WBITS + 16  # the format (RFC 1952), as zlib names it
 
+T = TypeVar("T")
 Scope: TypeAlias = MutableMapping[str, Any]
 Headers: TypeAlias = Mapping[bytes, bytes]
 Fields: TypeAlias = list[tuple[bytes, bytes]]
-Answer: TypeAlias = tuple[int, Fields, bytes | AsyncIterator[bytes]]  # status, headers, and a body or its pieces
+Answer: TypeAlias = tuple[int, Fields, bytes | AsyncGenerator[bytes, None]]  # status, headers, and a body or its pieces
 
 
 class ClientGone(Exception):
@@ -78,10 +80,11 @@ class Intake:
                 self._metrics.response_bytes.inc(len(body))
             else:
                 await send({"type": "http.response.start", "status": status, "headers": fields})
-                async for piece in body:
-                    hold.add_bytes(len(piece))
-                    await send({"type": "http.response.body", "body": piece, "more_body": True})
-                    self._metrics.response_bytes.inc(len(piece))
+                async with aclosing(body):
+                    async for piece in body:
+                        hold.add_bytes(len(piece))
+                        await send({"type": "http.response.body", "body": piece, "more_body": True})
+                        self._metrics.response_bytes.inc(len(piece))
                 await send({"type": "http.response.body", "body": b""})
                 self._metrics.request_seconds.observe(time.monotonic() - began)
         except ClientGone as gone:
@@ -127,6 +130,10 @@ class Intake:
             body = await self._pieces(receive, hold, announced)
         return (await self._expand(body, hold) if compressed else body), block
 
+    async def aside(self, body: Buffer, work: Callable[..., T], *given: Any) -> T:
+        """`work(*given)`, which takes long where the body is long: then in a thread."""
+        return work(*given) if len(body) < LONG else await asyncio.to_thread(work, *given)
+
     async def results(self, scope: Scope, cut: Cut, hold: Hold, deadline: float) -> Request:
         """The request, answered. Raises the RequestError that is the answer to all of it."""
         request = self.submit(scope, cut, hold, deadline)
@@ -139,7 +146,7 @@ class Intake:
 
     def submit(self, scope: Scope, cut: Cut, hold: Hold, deadline: float) -> Request:
         """The request, queued; whoever has its `future` in the end calls `forget`."""
-        count = len(cut.items)
+        count = len(cut.items) + len(cut.broken)
         if count > self._settings.max_items:
             raise TooLarge(f"{count} items are over the limit of {self._settings.max_items} in one request")
         hold.take_items(count)
@@ -154,7 +161,7 @@ class Intake:
     def count(self, request: Request) -> None:
         """Its items, by outcome."""
         self._metrics.items.labels("ok").inc(request.size - len(request.failures))
-        for error in request.failures.values():
+        for error in (*request.failures.values(), *request.cut.broken.values()):
             self._metrics.items.labels(error.type).inc()
 
     async def _pieces(self, receive: Receive, hold: Hold, announced: int) -> bytes:

@@ -69,7 +69,7 @@ def create_app(settings: Settings, on_ready: Callable[[Group], None] | None = No
         Door, max_body_bytes=settings.max_body_bytes, keys=settings.api_keys(), count=metrics.refused
     )
     intake = Intake(settings, dispatcher, metrics)
-    infer = Infer(intake)
+    infer = Infer(intake, settings.max_items)
     app.infer = door(infer)
     app.router.routes.append(Route("/infer", infer, methods=["POST"]))  # of what comes here, it refuses the method
     app.include_router(ops.routes(settings, dispatcher, metrics))

@@ -25,6 +25,7 @@ class Request(Job):
     id: str = field(kw_only=True)
     future: asyncio.Future[None] = field(kw_only=True)
     timer: asyncio.TimerHandle | None = None
+    progress: asyncio.Event | None = None  # set with every news of it, for an answer that is written bit by bit
     answered: int = 0
     spans: list[Span] = field(default_factory=list)
     failures: Failures = field(default_factory=dict)
@@ -37,6 +38,8 @@ class Request(Job):
         self.spans.append(span)
         self.failures.update(failures)
         self.answered += len(span.lengths)
+        if self.progress is not None:
+            self.progress.set()
         if self.answered == self.size:
             self.spans.sort(key=lambda one: one.start)
             self.end(next((error for error in self.failures.values() if isinstance(error, RequestError)), None))
@@ -51,6 +54,8 @@ class Request(Job):
                 self.future.set_result(None)
             else:
                 self.future.set_exception(error)
+        if self.progress is not None:
+            self.progress.set()
 
 
 def request(piece: Piece) -> Request:

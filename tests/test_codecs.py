@@ -58,7 +58,7 @@ def malformed(body: bytes, accepts: Encoding = "json") -> str:
     ],
 )
 def test_a_body_is_what_its_content_type_says(content_type: bytes, encoding: Encoding) -> None:
-    assert codecs.request_encoding(content_type) == encoding
+    assert codecs.request_media(content_type) == encoding
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_a_body_is_what_its_content_type_says(content_type: bytes, encoding: Enc
 )
 def test_other_content_types_are_refused_by_name(content_type: bytes | None, names: str) -> None:
     with pytest.raises(UnsupportedMediaType) as caught:
-        codecs.request_encoding(content_type)
+        codecs.request_media(content_type)
     assert names in caught.value.detail
 
 
@@ -107,8 +107,8 @@ def test_other_content_types_are_refused_by_name(content_type: bytes | None, nam
 def test_the_answer_takes_the_form_that_is_liked_best(
     accept: bytes | None, of_json: Encoding, of_npy: Encoding
 ) -> None:
-    assert codecs.answer_encoding(accept, "json") == of_json
-    assert codecs.answer_encoding(accept, "npy") == of_npy
+    assert codecs.answer_media(accept, "json") == of_json
+    assert codecs.answer_media(accept, "npy") == of_npy
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_the_answer_takes_the_form_that_is_liked_best(
 def test_no_form_that_is_liked_is_not_acceptable(accept: bytes) -> None:
     for default in ("json", "npy"):
         with pytest.raises(NotAcceptable, match="Accept"):
-            codecs.answer_encoding(accept, default)
+            codecs.answer_media(accept, default)
 
 
 # ---- JSON bodies

@@ -27,7 +27,7 @@ from workers.errors import (
     PhalanxError,
     UnencodableResult,
 )
-from workers.model import TensorSpec, said
+from workers.model import File, TensorSpec, said
 from workers.wire import Buffer, Encoding, Form, RowForm, offsets
 
 MAX_DEPTH = 64  # of a JSON item
@@ -65,6 +65,8 @@ def decode(frame: Buffer, lengths: Sequence[int], form: Form, spec: TensorSpec |
         rows = np.frombuffer(frame, dtype).reshape(len(lengths), *form.row[1])
         return _rows(rows.view(np.uint8) != 0 if dtype.kind == "b" else rows, spec)  # a client's true may be any byte
     view = memoryview(frame)
+    if form.accepts == "files":
+        return _files([view[at : at + n] for at, n in zip(offsets(lengths, "files"), lengths, strict=True)], spec)
     raws = [view[at : at + n] for at, n in zip(offsets(lengths, "json"), lengths, strict=True)]
     if spec is None:
         return _values(raws)
@@ -110,6 +112,15 @@ def _values(raws: list[memoryview]) -> Decoded:
         except PhalanxError as error:
             failures[i] = error
     return Decoded(values, index, failures)
+
+
+def _files(slices: list[memoryview], spec: TensorSpec | None) -> Decoded:
+    if spec is not None:
+        wrong = InvalidItem(f"the item is a file; the model takes {spec}")
+        return Decoded([], [], dict.fromkeys(range(len(slices)), wrong))
+    ends = [2 + int.from_bytes(one[:2], "little") for one in slices]
+    files = [File(one[end:], str(one[2:end], "utf-8")) for one, end in zip(slices, ends, strict=True)]
+    return Decoded(files, list(range(len(files))))
 
 
 def _check_depth(raw: Buffer, what: str) -> None:

@@ -50,6 +50,20 @@ class TensorSpec:
         return f"{self.dtype}[{', '.join('any' if size is None else str(size) for size in self.shape)}]"
 
 
+class File(bytes):
+    """An item that came as a file: its bytes, with the name the client gave it, which is only a name."""
+
+    name: str
+
+    def __new__(cls, data: bytes | memoryview, name: str = "") -> File:
+        file = super().__new__(cls, data)
+        file.name = name
+        return file
+
+    def __reduce__(self) -> tuple[type[File], tuple[bytes, str]]:
+        return File, (bytes(self), self.name)
+
+
 class Model:
     """A user's model object behind the contract, checked once at load."""
 

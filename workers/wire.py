@@ -2,8 +2,9 @@
 
 A message is one msgpack frame, followed by payload frames: for a `Step` and a `Result` one a rank, for a `Shard` one.
 In a payload frame of JSON items the items stand comma-separated, in one of npy rows they stand end to end; `lengths`
-holds the bytes of each item without commas. A failed item of a JSON result stands as `null`, one of an npy result as
-no bytes.
+holds the bytes of each item without commas. A file stands as the length of its name in two bytes, little-endian, its
+name in UTF-8 and its bytes, end to end with the others. A failed item of a JSON result stands as `null`, one of an npy
+result as no bytes.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ HIGH_WATER_MARK = 8  # messages a socket holds for a peer
 HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 500, 2000
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
-Encoding: TypeAlias = Literal["json", "npy"]
+Encoding: TypeAlias = Literal["json", "npy"]  # of results, and with "files" of items
 RowForm: TypeAlias = tuple[str, tuple[int, ...]]  # dtype and shape of one npy row
 
 
@@ -31,7 +32,7 @@ class _Message(msgspec.Struct, frozen=True, array_like=True):
 class Form(_Message, frozen=True, array_like=True):
     """How the items of a step are written; only requests of the same form share a step."""
 
-    accepts: Encoding
+    accepts: Encoding | Literal["files"]
     returns: Encoding
     parameters: bytes = b""  # the request's parameters as JSON, or nothing
     row: RowForm | None = None  # of npy items
@@ -164,7 +165,7 @@ def shares(n: int, world: int) -> list[range]:
     return [range(r * few + min(r, more), (r + 1) * few + min(r + 1, more)) for r in range(world)]
 
 
-def offsets(lengths: Sequence[int], encoding: Encoding) -> list[int]:
+def offsets(lengths: Sequence[int], encoding: str) -> list[int]:
     """Where each item of a payload frame begins."""
     gap = 1 if encoding == "json" else 0
     starts, at = [], 0
