@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import math
 import time
 import zlib
@@ -27,6 +28,7 @@ from workers.ring import Block
 from workers.wire import Buffer
 
 LONG = 64 * 1024  # bytes of a body from which shared memory is better than a socket, and a thread than the event loop
+SMALL = 256  # bytes of an answer that stay as they are
 EXPANDED = 1 << 20  # bytes of a compressed body that are expanded in one go
 GZIP = zlib.MAX_WBITS + 16  # the format (RFC 1952), as zlib names it
 
@@ -73,6 +75,11 @@ class Intake:
             self._metrics.request_bytes.inc(hold.bytes)
             self._metrics.requests.labels(status).inc()
             if isinstance(body, bytes):
+                if len(body) >= SMALL and self._compresses(scope["headers"], len(body)):
+                    body = await self.aside(body, _gzip, body)
+                    fields = [field for field in fields if field[0] != b"content-length"]
+                    fields += [(b"content-length", b"%d" % len(body)), (b"content-encoding", b"gzip")]
+                    fields.append((b"vary", b"Accept-Encoding"))
                 self._metrics.request_seconds.observe(time.monotonic() - began)
                 hold.add_bytes(len(body))
                 await send({"type": "http.response.start", "status": status, "headers": fields})
@@ -164,6 +171,13 @@ class Intake:
         for error in (*request.failures.values(), *request.cut.broken.values()):
             self._metrics.items.labels(error.type).inc()
 
+    def _compresses(self, headers: Fields, size: int) -> bool:
+        """Whether the answer is gzipped. Most clients take gzip without need, on a network faster than it."""
+        given = dict(headers)
+        wanted = self._settings.compress_from
+        sent = b"gzip" in given.get(b"content-encoding", b"").lower()
+        return (sent or (wanted is not None and size >= wanted)) and _takes_gzip(given.get(b"accept-encoding", b""))
+
     async def _pieces(self, receive: Receive, hold: Hold, announced: int) -> bytes:
         chunks: list[bytes] = []
         size = 0
@@ -188,14 +202,14 @@ class Intake:
         """What a gzip body holds, all members of it. TooLarge as soon as it is more than a body may be."""
         pieces: list[bytes] = []
         size = 0
-        gzip = zlib.decompressobj(GZIP)
+        member = zlib.decompressobj(GZIP)
         rest: Buffer = body
-        while not gzip.eof:
+        while not member.eof:
             try:
                 if len(body) < LONG:
-                    piece = gzip.decompress(rest, EXPANDED)
+                    piece = member.decompress(rest, EXPANDED)
                 else:  # zlib lets go of the GIL
-                    piece = await asyncio.to_thread(gzip.decompress, rest, EXPANDED)
+                    piece = await asyncio.to_thread(member.decompress, rest, EXPANDED)
             except zlib.error as error:
                 raise MalformedBody(f"the body is not what gzip writes: {error}") from error
             size += len(piece)
@@ -203,9 +217,22 @@ class Intake:
                 raise TooLarge(f"the expanded body is over the limit of {self._settings.max_body_bytes} bytes")
             hold.take_bytes(len(piece))
             pieces.append(piece)
-            rest = gzip.unconsumed_tail
-            if gzip.eof and gzip.unused_data:
-                rest, gzip = gzip.unused_data, zlib.decompressobj(GZIP)
-            elif not rest and not piece and not gzip.eof:
+            rest = member.unconsumed_tail
+            if member.eof and member.unused_data:
+                rest, member = member.unused_data, zlib.decompressobj(GZIP)
+            elif not rest and not piece and not member.eof:
                 raise MalformedBody("the gzip body ends too early")
         return b"".join(pieces)
+
+
+def _gzip(body: bytes) -> bytes:
+    return gzip.compress(body, 1, mtime=0)
+
+
+def _takes_gzip(accept: bytes) -> bool:
+    """Accept-Encoding as RFC 9110 has it in 12.5.3, as far as it concerns gzip."""
+    for choice in accept.lower().split(b","):
+        coding, _, quality = choice.replace(b" ", b"").partition(b";q=")
+        if coding in (b"gzip", b"x-gzip", b"*"):
+            return quality.strip(b"0.") != b"" or not quality
+    return False

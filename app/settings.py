@@ -65,6 +65,9 @@ class Settings(BaseSettings):
     ring_bytes: Size = Field(
         ByteSize(256 * MIB), description="Memory in the run directory for long npy bodies, which the ranks read there."
     )
+    compress_from: Size | None = Field(
+        None, description="Bytes from which answers are gzipped for all who take that; unset: for who sends gzip."
+    )
     max_items: Count = Field(16384, description="Items in one request; beyond it, 413.")
     max_body_bytes: Size = Field(ByteSize(64 * MIB), description="Bytes in one request's body; beyond it, 413.")
     request_timeout: Seconds = Field(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import itertools
 import os
 import random
@@ -72,6 +73,8 @@ class Obedient:
 
     def _obey(self, item):
         match item:
+            case bytes():
+                return [{"name": item.name, "size": len(item), "digest": hashlib.sha256(item).hexdigest()}]
             case {"do": "raise"}:
                 raise RuntimeError(f"as told by item {item.get('n')}")
             case {"do": "sleep", "seconds": seconds}:
