@@ -20,7 +20,7 @@ from app.groups import Flight, Group
 from app.metrics import Metrics
 from app.queue import Queue, Sent
 from app.settings import Settings
-from app.steps import Request
+from app.steps import Ran, Request
 from workers import wire
 from workers.errors import DeadlineExceeded, Draining, NoGroup, PoisonItem
 from workers.launch import last_death
@@ -278,9 +278,11 @@ class Dispatcher:
             return
         self.metrics.step_ended(group.hello.group, flight.size, group.capacity, result)
         slowest = max((stats.forward_seconds for stats in result.stats), default=0.0)
+        ran = Ran(flight.sent, group.last_step, flight.size, result.stats, result.collect_seconds)
         for request in steps.requests(flight.batch):
             request.forward += slowest
             request.collect += result.collect_seconds
+            request.ran.append(ran)
         steps.deal(flight.batch, result, payload, group.hello.world)
 
     # ---- groups that end

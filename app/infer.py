@@ -143,6 +143,7 @@ _OUTPUTS = {
     },
 }
 _NPY = {"schema": {"type": "string", "format": "binary"}}
+_LINES = {"schema": {"type": "string"}}
 _STATUSES = {
     400: "The body or a header is broken",
     401: "No valid API key",
@@ -185,12 +186,28 @@ OPENAPI: dict[str, Any] = {
                     }
                 },
                 "application/x-npy": _NPY | {"description": "A NumPy array; its first axis counts the items"},
+                "application/x-ndjson": _LINES | {"description": "A JSON value a line: the items"},
+                "multipart/form-data": {
+                    "schema": {
+                        "type": "object",
+                        "properties": {
+                            "files": {"type": "array", "items": {"type": "string", "format": "binary"}},
+                            "parameters": {"type": "string", "description": "JSON; keyword arguments of predict"},
+                        },
+                    },
+                    "description": "Each part with a file name is an item, in order, whatever its field is called",
+                },
             },
         },
         "responses": {
             "200": {
                 "description": "Every item has a result",
-                "content": {"application/json": {"schema": _OUTPUTS}, "application/x-npy": _NPY},
+                "content": {
+                    "application/json": {"schema": _OUTPUTS},
+                    "application/x-npy": _NPY,
+                    "application/x-ndjson": _LINES
+                    | {"description": "A line an item, in order, as it comes: {index, output} or {index, error}"},
+                },
             },
             "207": {
                 "description": "Some items failed; the answer is JSON",

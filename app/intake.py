@@ -20,14 +20,17 @@ from app.batcher import Hold
 from app.codecs import Cut
 from app.dispatcher import Dispatcher
 from app.door import FILL, HANG_UP, Receive, Send
+from app.log import CLIENT_GONE, Entry, RequestLog
 from app.metrics import Metrics
 from app.settings import Settings
 from app.steps import Request
-from workers.errors import BodyTimeout, MalformedBody, MalformedHeader, PhalanxError, TooLarge
+from app.tracing import Tracing
+from workers.errors import BodyTimeout, InternalError, MalformedBody, MalformedHeader, PhalanxError, TooLarge
 from workers.ring import Block
 from workers.wire import Buffer
 
 LONG = 64 * 1024  # bytes of a body from which shared memory is better than a socket, and a thread than the event loop
+REQUEST = "phalanx.request"  # in a scope, until the request is logged
 SMALL = 256  # bytes of an answer that stay as they are
 EXPANDED = 1 << 20  # bytes of a compressed body that are expanded in one go
 GZIP = zlib.MAX_WBITS + 16  # the format (RFC 1952), as zlib names it
@@ -46,10 +49,17 @@ class ClientGone(Exception):
 class Intake:
     """What every kind of request for inference passes on its way in."""
 
-    def __init__(self, settings: Settings, dispatcher: Dispatcher, metrics: Metrics) -> None:
+    def __init__(self, settings: Settings, dispatcher: Dispatcher, metrics: Metrics, tracing: Tracing) -> None:
         self._settings = settings
         self._dispatcher = dispatcher
         self._metrics = metrics
+        self._tracing = tracing
+        self._log = RequestLog() if settings.log_requests else None
+
+    def close(self) -> None:
+        """Write what of the log is not written."""
+        if self._log is not None:
+            self._log.flush()
 
     async def serve(
         self,
@@ -65,40 +75,61 @@ class Intake:
         """
         began = time.monotonic()
         hold = self._dispatcher.account.open()
+        trace = self._tracing.begin(scope["path"], self._traceparent(scope["headers"]))
+        status, failed, sent, size_in = CLIENT_GONE, None, 0, 0
         try:
             try:
                 status, fields, body = await answer(scope, receive, hold, began)
             except PhalanxError as error:
                 error.__traceback__ = None  # it would keep the body until the next full garbage collection
                 status, fields, body = refuse(error, scope["state"]["request_id"])
-                self._metrics.rejected.labels(error.type).inc()
-            self._metrics.request_bytes.inc(hold.bytes)
+                failed = error.type
+                self._metrics.rejected.labels(failed).inc()
+            size_in = hold.bytes
             self._metrics.requests.labels(status).inc()
+            if trace is not None:
+                fields = [*fields, (b"traceparent", trace.traceparent)]
             if isinstance(body, bytes):
                 if len(body) >= SMALL and self._compresses(scope["headers"], len(body)):
                     body = await self.aside(body, _gzip, body)
                     fields = [field for field in fields if field[0] != b"content-length"]
                     fields += [(b"content-length", b"%d" % len(body)), (b"content-encoding", b"gzip")]
                     fields.append((b"vary", b"Accept-Encoding"))
-                self._metrics.request_seconds.observe(time.monotonic() - began)
-                hold.add_bytes(len(body))
+                hold.add_bytes(sent := len(body))
                 await send({"type": "http.response.start", "status": status, "headers": fields})
                 await send({"type": "http.response.body", "body": body})
-                self._metrics.response_bytes.inc(len(body))
             else:
                 await send({"type": "http.response.start", "status": status, "headers": fields})
                 async with aclosing(body):
                     async for piece in body:
                         hold.add_bytes(len(piece))
                         await send({"type": "http.response.body", "body": piece, "more_body": True})
-                        self._metrics.response_bytes.inc(len(piece))
+                        sent += len(piece)
                 await send({"type": "http.response.body", "body": b""})
-                self._metrics.request_seconds.observe(time.monotonic() - began)
         except ClientGone as gone:
             gone.__traceback__ = None  # likewise
+            status, failed = CLIENT_GONE, "client-gone"
             self._metrics.aborted.labels(str(gone)).inc()
+        except Exception:  # the door answers
+            status, failed = InternalError.status, InternalError.type
+            raise
         finally:
+            ended = time.monotonic()
+            self._metrics.request_seconds.observe(ended - began)
+            self._metrics.request_bytes.inc(size_in)
+            self._metrics.response_bytes.inc(sent)
+            request, request_id = scope.pop(REQUEST, None), scope["state"]["request_id"]
+            trace_id = trace and trace.trace_id
+            entry = Entry(request_id, scope["path"], status, failed, size_in, sent, began, ended, request, trace_id)
+            if self._log is not None:
+                self._log.write(entry)
+            if trace is not None:
+                self._tracing.end(trace, entry)
             hold.release()
+
+    @staticmethod
+    def _traceparent(headers: Fields) -> bytes | None:
+        return next((value for name, value in headers if name == b"traceparent"), None)
 
     def deadline(self, began: float, headers: Headers) -> float:
         """When the request must be answered, on the clock of `began`. MalformedHeader: an X-Request-Timeout is none."""
@@ -158,6 +189,7 @@ class Intake:
             raise TooLarge(f"{count} items are over the limit of {self._settings.max_items} in one request")
         hold.take_items(count)
         request = self._dispatcher.submit(cut, scope["state"]["request_id"], deadline)
+        scope[REQUEST] = request
         scope[HANG_UP] = lambda: request.end(ClientGone("wait"))  # what of it is queued is dropped
         return request
 

@@ -23,6 +23,7 @@ from app.intake import Intake
 from app.metrics import Metrics
 from app.problem import problem
 from app.settings import Settings
+from app.tracing import Tracing
 from workers.errors import InternalError, NoSuchMethod, NoSuchPath
 
 
@@ -44,6 +45,7 @@ class Service(FastAPI):
 def create_app(settings: Settings, on_ready: Callable[[Group], None] | None = None) -> Service:
     """The service; `app.state.dispatcher` is its dispatcher. `on_ready` is called with the first group."""
     metrics = Metrics()
+    tracing = Tracing()
     dispatcher = Dispatcher(settings, metrics, on_ready)
 
     @asynccontextmanager
@@ -53,6 +55,8 @@ def create_app(settings: Settings, on_ready: Callable[[Group], None] | None = No
             yield
         finally:
             await dispatcher.close()
+            intake.close()
+            tracing.close()
 
     app = Service(
         title="Phalanx",
@@ -68,7 +72,7 @@ def create_app(settings: Settings, on_ready: Callable[[Group], None] | None = No
     door = functools.partial(
         Door, max_body_bytes=settings.max_body_bytes, keys=settings.api_keys(), count=metrics.refused
     )
-    intake = Intake(settings, dispatcher, metrics)
+    intake = Intake(settings, dispatcher, metrics, tracing)
     infer = Infer(intake, settings.max_items)
     app.infer = door(infer)
     app.router.routes.append(Route("/infer", infer, methods=["POST"]))  # of what comes here, it refuses the method

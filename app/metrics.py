@@ -83,3 +83,12 @@ class Metrics:
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(f"phalanx_{name}", text, buckets=buckets, registry=self.registry)
+
+
+def table() -> str:
+    """The README's."""
+    rows = ["| metric | |", "|---|---|"]
+    for metric in Metrics().registry.collect():
+        name = metric.name + ("_total" if metric.type == "counter" else "")
+        rows.append(f"| `{name}` | {metric.documentation} |")
+    return "\n".join(rows) + "\n"

@@ -86,6 +86,9 @@ class Settings(BaseSettings):
     api_keys_file: Path | None = Field(
         None, description="File of API keys, one a line, `#` for comments; unset: no key is asked for."
     )
+    log_requests: bool = Field(
+        True, description="Whether each request is a line on standard output, JSON unless that is a terminal."
+    )
     log_level: Annotated[Level, BeforeValidator(lambda value: value.lower() if isinstance(value, str) else value)] = (
         Field("info", description="Least severe log records written.")
     )
@@ -233,13 +236,15 @@ def _shown(value: object, exact: bool = False) -> str:
     """The value as a user would write it: 64MiB, 30, cpu."""
     if isinstance(value, ByteSize):
         return str(int(value)) if exact else value.human_readable(separator="").replace(".0", "")
+    if isinstance(value, bool):
+        return str(value).lower()
     return repr(value).removesuffix(".0") if isinstance(value, float) else str(value)
 
 
 def _metavar(field: FieldInfo) -> str:
     if get_origin(field.annotation) is Literal:
         return "|".join(get_args(field.annotation))
-    metavars: dict[object, str] = {ByteSize: "SIZE", str: "TEXT", Path: "PATH", Path | None: "PATH"}
+    metavars: dict[object, str] = {ByteSize: "SIZE", str: "TEXT", Path: "PATH", Path | None: "PATH", bool: "true|false"}
     return metavars.get(field.annotation, "N")
 
 
@@ -268,6 +273,7 @@ def _unknown(name: str, written: Callable[[str], str]) -> str:
 
 # What is expected, where pydantic's own words ("Input should be ...") would not help.
 _EXPECTED = {
+    "bool_parsing": "true or false",
     "int_parsing": "a whole number",
     "float_parsing": "a number",
     "byte_size": "a size, such as 67108864 or 64MiB",

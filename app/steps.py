@@ -6,15 +6,26 @@ import asyncio
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from app import codecs
 from app.batcher import Batch, Job, Piece
 from app.codecs import Cut, Span
 from workers import wire
 from workers.errors import InternalError, PhalanxError, RequestError, by_type
-from workers.wire import Buffer, Form, Place, Result
+from workers.wire import Buffer, Form, Place, RankStats, Result
 
 Failures = dict[int, PhalanxError]
+
+
+class Ran(NamedTuple):
+    """A step that some of a request's items were in; times are time.monotonic(), which is one for a host."""
+
+    sent: float
+    ended: float
+    items: int
+    stats: list[RankStats]
+    collect_seconds: float
 
 
 @dataclass(eq=False)
@@ -32,6 +43,7 @@ class Request(Job):
     started: float = 0.0  # when its first items went into a step
     forward: float = 0.0  # seconds, of the slowest rank of each step
     collect: float = 0.0  # seconds
+    ran: list[Ran] = field(default_factory=list)
 
     def settle(self, span: Span, failures: Failures) -> None:
         """Take in results; the future is done with the last of them."""

@@ -10,8 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
-from app import settings
+from app import metrics, settings
 from tests.service import ROOT, Service, serving
 
 README = (ROOT / "README.md").read_text()
@@ -39,6 +40,31 @@ def test_the_two_commands_stand_before_line_30() -> None:
 def test_the_settings_table_is_the_one_that_the_code_makes() -> None:
     table = README.split("<!-- settings -->\n")[1].split("<!-- /settings -->")[0]
     assert table == settings.table(), "python -c 'from app.settings import table; print(table(), end=str())'"
+
+
+def test_the_table_of_metrics_is_the_one_that_the_code_makes() -> None:
+    table = README.split("<!-- metrics -->\n")[1].split("<!-- /metrics -->")[0]
+    assert table == metrics.table(), "python -c 'from app.metrics import table; print(table(), end=str())'"
+
+
+def test_the_image_model_answers_as_the_readme_says(tmp_path: Path) -> None:
+    (tmp_path / "colour.py").write_text(python_block("# colour.py"))
+    Image.new("RGB", (9, 9), "red").save(tmp_path / "red.png")
+    (tmp_path / "notes.txt").write_text("not an image")
+    [block] = [text for language, text in BLOCKS if language == "console" and "red.png" in text]
+    curl, printed = block.splitlines()
+    with serving("colour.py:Colour", ranks=1, cwd=tmp_path) as service:
+        command = curl.removeprefix("$ ").replace(":8000", f":{service.port}")
+        done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=30, cwd=tmp_path)
+        assert shape(printed).fullmatch(done.stdout), done.stdout
+
+
+def test_lines_are_answered_as_the_readme_says(obedient: Service) -> None:
+    [block] = [text for language, text in BLOCKS if language == "console" and "printf" in text]
+    curl, *printed = block.splitlines()
+    command = curl.removeprefix("$ ").replace(":8000", f":{obedient.port}")
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=30)
+    assert shape("\n".join(printed)).fullmatch(done.stdout.strip()), done.stdout
 
 
 def test_the_first_curl_prints_what_the_readme_says(digits: Service) -> None:

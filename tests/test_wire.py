@@ -37,7 +37,9 @@ MESSAGES: list[Message] = [
     Step("s", 1, 2, Form("json", "json"), [], [], 0.5, canary=True),
     Shard(7, FORM, 2, 5, [1, 2, 3], 30.0),
     Shard(7, FORM, 2, 5, [1, 2, 3], 30.0, place=Place("ring-s", 0, 6)),
-    Result("s", 1, 2, [[4]], [Failure(0, "invalid-item", "é\x00")], [[("<f4", ())]], [RankStats(0, 1, 0.5, 9)], 0.25),
+    Result(
+        "s", 1, 2, [[4]], [Failure(0, "invalid-item", "é\x00")], [[("<f4", ())]], [RankStats(0, 1, 0.5, 9, 2.5)], 0.25
+    ),
     Hello(wire.WIRE, "0", 3, 2, MODEL, ["cpu", "cuda:1 NVIDIA"], [10, 11], 0.125),
     Hello(wire.WIRE, "0", 3, 2, ModelInfo("M", 1, None, None, None, False), [], [], 0.0),
     Leaving(3),

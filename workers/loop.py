@@ -251,7 +251,7 @@ class Rank:
         done.set_result(self._forward(shard, frame))
 
     def _forward(self, shard: Shard, frame: Buffer) -> Done:
-        started = time.perf_counter()
+        began, started = time.monotonic(), time.perf_counter()
         patience = shard.timeout / 4
         size = int(self.model.has_example) if shard.canary else len(shard.lengths)
         try:
@@ -274,7 +274,7 @@ class Rank:
             encoded.lengths,
             [(i, error.type, error.detail) for i, error in sorted(failures.items())],
             encoded.rows,
-            (self.rank, size, time.perf_counter() - started, memory_bytes),
+            (self.rank, size, time.perf_counter() - started, memory_bytes, began),
         )
 
     def _collect(self, shard: Shard, done: Future[Done]) -> tuple[list[Part] | None, float]:

@@ -17,7 +17,7 @@ class Done(NamedTuple):
     lengths: list[int]
     failures: list[tuple[int, str, str]]
     rows: list[RowForm]
-    stats: tuple[int, int, float, int]
+    stats: tuple[int, int, float, int, float]
 
 
 def result(step: Step, parts: list[Part], collect_seconds: float) -> tuple[Result, list[Buffer]]:
@@ -36,7 +36,7 @@ def result(step: Step, parts: list[Part], collect_seconds: float) -> tuple[Resul
                 encoded.lengths,
                 [(i, InternalError.type, part.error) for i in broken],
                 encoded.rows,
-                (len(stats), part.items, 0.0, 0),
+                (len(stats), part.items, 0.0, 0, 0.0),
             )
         else:
             done = part.value  # type: ignore[assignment]  # what _forward of that rank made

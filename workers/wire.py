@@ -87,6 +87,7 @@ class RankStats(_Message, frozen=True, array_like=True):
     items: int
     forward_seconds: float
     memory_bytes: int  # allocated on its device; on the CPU, resident
+    began: float  # time.monotonic()
 
 
 class Result(_Message, frozen=True, array_like=True, tag=True):
