@@ -38,10 +38,11 @@ from typing import ClassVar
 class PhalanxError(Exception):
     """The root; `detail` is one sentence that names what is wrong and may be shown to a client."""
 
-    status: ClassVar[int] = 500
-    type: ClassVar[str] = "internal-error"
-    title: ClassVar[str] = "Internal error"
-    retry_after: ClassVar[int | None] = None  # seconds, sent as Retry-After
+    # Of the class, but for those that a client has from the answer of a service.
+    status: int = 500
+    type: str = "internal-error"
+    title: str = "Internal error"
+    retry_after: int | None = None  # seconds, sent as Retry-After
 
     @property
     def detail(self) -> str:
@@ -50,6 +51,8 @@ class PhalanxError(Exception):
 
 class RequestError(PhalanxError):
     """One whole request is refused or given up."""
+
+    request_id: str | None = None  # known to clients
 
 
 class MalformedBody(RequestError):
