@@ -12,21 +12,17 @@ import msgspec
 import numpy as np
 
 from app.chunks import Array
-from workers.errors import DeadlineExceeded, ItemError, PhalanxError, RequestError, by_type
+from workers.errors import (
+    DeadlineExceeded,
+    ItemError,
+    PhalanxError,
+    RequestError,
+    StrangeAnswer,
+    Unreachable,
+    by_type,
+)
 
 URN = "urn:phalanx:error:"
-
-
-class Unreachable(RequestError):
-    """No answer came: the connection was refused, or was dropped."""
-
-    status, type, title = 0, "unreachable", "The service did not answer"
-
-
-class StrangeAnswer(RequestError):
-    """An answer that is not one of Phalanx: a proxy's page, for one. `status` is its own."""
-
-    type, title = "strange-answer", "The answer is not one of Phalanx"
 
 
 class ItemsFailed(RequestError):

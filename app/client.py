@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
+import ssl
 import threading
 import time
 from collections import deque
@@ -15,10 +17,10 @@ from typing import Any
 
 import httpx
 
-from app.answers import ItemsFailed, Outcomes, StrangeAnswer, Unreachable, join
+from app.answers import ItemsFailed, Outcomes, join
 from app.call import Ask, Call, Policy
 from app.chunks import MIB, Array, Chunk, Cutter, File, cut
-from workers.errors import ItemError, RequestError
+from workers.errors import ItemError, RequestError, StrangeAnswer, Unreachable
 
 __all__ = [
     "AsyncClient",
@@ -34,7 +36,6 @@ __all__ = [
 
 URL = "http://127.0.0.1:8000"
 CONCURRENCY = 4  # requests at a time for the chunks of one batch
-LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=100)
 
 
 class Client:
@@ -56,7 +57,7 @@ class Client:
         transport: httpx.BaseTransport | None = None,
     ) -> None:
         self._policy = Policy(timeout, retries, chunk_items, chunk_bytes)
-        self._http = httpx.Client(base_url=base_url, headers=_key(api_key), transport=transport, limits=LIMITS)
+        self._http = httpx.Client(transport=transport, **_settings(base_url, api_key))
 
     def infer(
         self,
@@ -162,7 +163,7 @@ class AsyncClient:
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self._policy = Policy(timeout, retries, chunk_items, chunk_bytes)
-        self._http = httpx.AsyncClient(base_url=base_url, headers=_key(api_key), transport=transport, limits=LIMITS)
+        self._http = httpx.AsyncClient(transport=transport, **_settings(base_url, api_key))
 
     async def infer(
         self,
@@ -263,5 +264,13 @@ async def _cut(
         yield chunk
 
 
-def _key(api_key: str | None) -> dict[str, str]:
-    return {"authorization": f"Bearer {api_key}"} if api_key else {}
+@functools.cache
+def tls() -> ssl.SSLContext:
+    """One for all: to read the certificates takes a fifth of a second."""
+    return httpx.create_ssl_context()
+
+
+def _settings(base_url: str, api_key: str | None) -> dict[str, Any]:
+    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=100)
+    return {"base_url": base_url, "headers": headers, "limits": limits, "verify": tls()}

@@ -17,25 +17,13 @@ from typing import Any
 import httpx
 import orjson
 
-from app.client import AsyncClient, RequestError
+from app.client import AsyncClient, RequestError, tls
 from app.results import Results, opened
 from app.sources import Source, source
-from workers.errors import SettingsError, StartError
+from workers.errors import ResultsError, ServiceError, SettingsError
 
 LIVE, PLAIN = 0.2, 5.0  # seconds between two reports, on a terminal and elsewhere
 HELLO_TIMEOUT = 5.0  # seconds
-
-
-class ServiceError(StartError):
-    """The service is not there, or refuses or gives up a request (EX_UNAVAILABLE)."""
-
-    exit_code = 69
-
-
-class ResultsError(StartError):
-    """The results cannot be written (EX_IOERR)."""
-
-    exit_code = 74
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,7 +171,7 @@ def _output(wanted: Run, sources: list[Source]) -> Path:
 def _greet(url: str) -> None:
     """To wait for a service that went away is right, and for one that never was is not."""
     try:
-        httpx.get(f"{url.rstrip('/')}/livez", timeout=HELLO_TIMEOUT)
+        httpx.get(f"{url.rstrip('/')}/livez", timeout=HELLO_TIMEOUT, verify=tls())
     except (httpx.UnsupportedProtocol, httpx.InvalidURL) as error:
         raise SettingsError(f"--url is {url!r}: {error}") from None
     except httpx.TransportError as error:

@@ -254,7 +254,7 @@ def test_after_kill_9_resume_does_and_loses_no_item_twice(obedient: Service, tmp
 
 
 def test_ctrl_c_says_how_to_go_on_and_a_terminal_sees_a_live_line(obedient: Service, tmp_path: Path) -> None:
-    path, out = jsonl(tmp_path / "items.jsonl", list(range(250))), tmp_path / "items.results.jsonl"
+    path, out = jsonl(tmp_path / "items.jsonl", list(range(150))), tmp_path / "items.results.jsonl"
     terminal, end = pty.openpty()
     shown = b""
 
@@ -279,13 +279,13 @@ def test_ctrl_c_says_how_to_go_on_and_a_terminal_sees_a_live_line(obedient: Serv
         running.kill()
         running.wait()
         os.close(terminal)
-    assert b"/250 items, " in shown
+    assert b"/150 items, " in shown
     assert b"stopped at " in shown
     command = shlex.split(shown.decode().rsplit("to go on: ", 1)[1])
     assert command[:2] == ["phalanx", "infer"]
     done = subprocess.run([PHALANX, *command[1:]], capture_output=True, text=True, cwd=tmp_path, timeout=50)
     assert done.returncode == 0, done.stderr
-    assert [line["output"] for line in lines(out)] == list(range(250))
+    assert [line["output"] for line in lines(out)] == list(range(150))
 
 
 def test_two_runs_do_not_write_one_file(tmp_path: Path) -> None:
