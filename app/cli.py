@@ -6,6 +6,7 @@ import argparse
 import json
 import logging
 import os
+import re
 import select
 import shlex
 import shutil
@@ -16,7 +17,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from app.settings import Settings, add_flags, environ, load
 from workers import launch
@@ -50,9 +51,13 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "model", nargs="?" if verb != "check" else None, default=argparse.SUPPRESS, metavar="MODEL"
             )
         add_flags(sub, [name for name in Settings.model_fields if name != "model" or verb in ("app", "status")])
+    text = "send files of items to a running service, write the results in order"
+    _add_infer_flags(verbs.add_parser("infer", help=text, description=text))
     flags = vars(parser.parse_args(argv))
     verb = flags.pop("verb")
     try:
+        if verb == "infer":
+            return _infer(flags)
         settings = load(flags)
         logging.basicConfig(
             stream=sys.stdout,
@@ -120,7 +125,43 @@ def _check(settings: Settings) -> int:
         return launch.check(_group(settings.model_copy(update={"run_dir": Path(folder)})))
 
 
+def _infer(flags: dict[str, Any]) -> int:
+    from app import infer_files
+
+    try:
+        return infer_files.run(infer_files.Run(**flags))
+    except KeyboardInterrupt:  # before there was anything to keep
+        return 128 + signal.SIGINT
+
+
 # ---- what they need
+
+
+def _add_infer_flags(parser: argparse.ArgumentParser) -> None:
+    def count(text: str) -> int:
+        if not text.isdecimal() or not int(text):
+            raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 on")
+        return int(text)
+
+    def seconds(text: str) -> float:
+        if not re.fullmatch(r"\d+(\.\d+)?", text) or not float(text):
+            raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds")
+        return float(text)
+
+    add = parser.add_argument
+    add("files", nargs="+", type=Path, metavar="FILE", help=".jsonl (an item a line), .npy (a row each) or a folder")
+    add("-o", "--output", type=Path, metavar="RESULTS", help=".jsonl or, of .npy, .npy (default: FILE.results.jsonl)")
+    add("--url", default="http://127.0.0.1:8000", metavar="URL", help="the service (default: %(default)s)")
+    add("--api-key-file", type=Path, metavar="PATH", help="file whose first line is the API key")
+    add("--parameters", metavar="JSON", help="an object: keyword arguments of predict")
+    add("--concurrency", type=count, default=4, metavar="N", help="requests at a time (default: %(default)s)")
+    add("--chunk", type=count, default=1024, metavar="N", help="items in a request, at most (default: %(default)s)")
+    add(
+        "--timeout", type=seconds, default=300.0, metavar="N", help="seconds until a request is given up (default: 300)"
+    )
+    existing = parser.add_mutually_exclusive_group()
+    existing.add_argument("--resume", action="store_true", help="go on with RESULTS, if they are begun")
+    existing.add_argument("--force", action="store_true", help="begin RESULTS anew")
 
 
 def _group(settings: Settings) -> launch.Group:

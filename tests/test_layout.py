@@ -80,7 +80,9 @@ def test_a_module_opens_with_what_lives_there_and_stays_small(module: str) -> No
     ("module", "unwanted"),
     [
         ("app.main", ["torch"]),
-        ("app.cli", ["torch", "fastapi", "zmq", "uvicorn"]),
+        ("app.cli", ["torch", "fastapi", "zmq", "uvicorn", "httpx"]),
+        ("app.client", ["torch", "fastapi", "zmq", "uvicorn", "pydantic"]),
+        ("app.infer_files", ["torch", "fastapi", "zmq", "uvicorn", "pydantic"]),
         ("workers.launch", ["torch", "zmq"]),
     ],
 )

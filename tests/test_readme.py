@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -104,6 +105,24 @@ def test_the_tensor_model_answers_as_the_readme_says(tmp_path: Path) -> None:
         code = python_block("import io, httpx").replace(":8000", f":{service.port}")
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
         assert done.stdout == "(4, 3)\n", done.stderr
+        code = python_block("from app.client").replace(":8000", f":{service.port}")
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+        printed = ["[[10.0, 20.0, 30.0], [40.0, 50.0, 60.0]]", "[[2.0, 4.0, 6.0], None] invalid-item"]
+        assert done.stdout.splitlines() == printed + [str([2.0 * n] * 3) for n in range(5)], done.stderr
+        assert_infer_prints_what_the_readme_says(service, tmp_path)
+
+
+def assert_infer_prints_what_the_readme_says(service: Service, folder: Path) -> None:
+    (folder / "items.jsonl").write_text("[1, 2, 3]\n[1, 2\n[4, 5, 6]\n")
+    [block] = [text for language, text in BLOCKS if language == "console" and "phalanx infer" in text]
+    for lines in block.split("$ ")[1:]:
+        command, *printed = lines.splitlines()
+        here = command.replace("phalanx infer", f"phalanx infer --url http://127.0.0.1:{service.port}")
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        done = subprocess.run(
+            here, shell=True, capture_output=True, text=True, timeout=30, cwd=folder, env=os.environ | {"PATH": path}
+        )
+        assert shape("\n".join(printed) + "\n").fullmatch(done.stderr + done.stdout), done.stderr + done.stdout
 
 
 def test_every_status_of_the_openapi_is_in_the_table(digits: Service) -> None:

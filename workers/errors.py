@@ -16,17 +16,22 @@ PhalanxError
 │   ├── Draining              503  the service is shutting down
 │   ├── NoGroup               503  no worker group has been there for too long
 │   ├── DeadlineExceeded      504  the request's deadline passed
-│   └── InternalError         500  a fault of Phalanx itself
+│   ├── InternalError         500  a fault of Phalanx itself
+│   ├── Unreachable                a client got no answer
+│   ├── StrangeAnswer              a client got an answer that is not one of Phalanx
+│   └── (ItemsFailed)              a client got all outcomes, and some are failures: see app/answers.py
 ├── ItemError               one item has no result; its neighbours are untouched
 │   ├── InvalidItem           422  the client's: not what the model takes
 │   ├── ModelError            500  the model raised, or returned the wrong number of results
 │   ├── UnencodableResult     500  the result has no form in the answer's encoding
 │   ├── NonFiniteResult       500  NaN or infinity, which JSON does not have
 │   └── PoisonItem            500  the item killed the worker group every time, the last time alone
-├── StartError              the service or the group does not start
+├── StartError              a command cannot begin, or cannot go on
 │   ├── SettingsError              a setting is unknown or has a value that cannot be used
 │   ├── ModelLoadError             the model cannot be found or loaded
-│   └── RunDirectoryError          the run directory is taken or unusable
+│   ├── RunDirectoryError          the run directory is taken or unusable
+│   ├── ServiceError               the service that files are sent to is not there, or refuses
+│   └── ResultsError               the results cannot be written
 └── GroupError              this incarnation of the worker group is dead
 """
 
@@ -38,10 +43,11 @@ from typing import ClassVar
 class PhalanxError(Exception):
     """The root; `detail` is one sentence that names what is wrong and may be shown to a client."""
 
-    status: ClassVar[int] = 500
-    type: ClassVar[str] = "internal-error"
-    title: ClassVar[str] = "Internal error"
-    retry_after: ClassVar[int | None] = None  # seconds, sent as Retry-After
+    # Of the class, but for those that a client has from the answer of a service.
+    status: int = 500
+    type: str = "internal-error"
+    title: str = "Internal error"
+    retry_after: int | None = None  # seconds, sent as Retry-After
 
     @property
     def detail(self) -> str:
@@ -50,6 +56,8 @@ class PhalanxError(Exception):
 
 class RequestError(PhalanxError):
     """One whole request is refused or given up."""
+
+    request_id: str | None = None  # known to clients
 
 
 class MalformedBody(RequestError):
@@ -112,6 +120,18 @@ class InternalError(RequestError):
     """A fault of Phalanx itself: never a wrong answer, always this."""
 
 
+class Unreachable(RequestError):
+    """A client got no answer: the connection was refused, or was dropped."""
+
+    status, type, title = 0, "unreachable", "The service did not answer"
+
+
+class StrangeAnswer(RequestError):
+    """A client got an answer that is not one of Phalanx: a proxy's page, for one. `status` is its own."""
+
+    type, title = "strange-answer", "The answer is not one of Phalanx"
+
+
 class ItemError(PhalanxError):
     """One item has no result; its neighbours are untouched."""
 
@@ -137,7 +157,7 @@ class PoisonItem(ItemError):
 
 
 class StartError(PhalanxError):
-    """The service or the group does not start; `exit_code` is the process's."""
+    """A command cannot begin, or cannot go on; `exit_code` is the process's."""
 
     exit_code: ClassVar[int] = 1
 
@@ -161,6 +181,20 @@ class RunDirectoryError(StartError):
 
     type, title = "run-directory-error", "The run directory cannot be used"
     exit_code = 73
+
+
+class ServiceError(StartError):
+    """The service that files are sent to is not there, or refuses or gives up a request (EX_UNAVAILABLE)."""
+
+    type, title = "service-error", "The service cannot be used"
+    exit_code = 69
+
+
+class ResultsError(StartError):
+    """The results cannot be written (EX_IOERR)."""
+
+    type, title = "results-error", "The results cannot be written"
+    exit_code = 74
 
 
 class GroupError(PhalanxError):
