@@ -383,3 +383,11 @@ def test_the_time_left_shrinks_with_every_try() -> None:
 def test_a_fault_on_this_side_is_not_tried_again() -> None:
     with pytest.raises(httpx.LocalProtocolError):
         refused(a_call(), httpx.LocalProtocolError("no such header"))
+
+
+def test_files_reach_a_real_model_with_their_names_and_parameters(obedient: Service, tmp_path: Path) -> None:
+    path = tmp_path / "second.bin"
+    path.write_bytes(b"\r\n--b\r\n")
+    with Client(str(obedient.client.base_url), chunk_items=2) as client:
+        found = client.infer([File("né.png", b"1"), path, File("third", b"")], parameters={"sleep": 0})
+    assert [(one["name"], one["size"]) for one in found] == [("né.png", 1), ("second.bin", 7), ("third", 0)]
