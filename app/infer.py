@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
+from itertools import groupby, islice
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,7 @@ from workers.ring import Block
 from workers.wire import Buffer, Encoding
 
 LONG = 64 * 1024  # bytes of a body from which shared memory is better than a socket
+RUNS = 100  # of ranks in a header: proxies take no more than 4 KiB of headers in all
 
 Headers = list[tuple[bytes, bytes]]
 Answer = tuple[int, Headers, bytes]
@@ -145,7 +148,7 @@ class Infer:
 
 
 def _write(request: Request, request_id: str, returns: Encoding, began: float) -> Answer:
-    headers: Headers = [(b"server-timing", _timing(request, began))]
+    headers: Headers = [(b"server-timing", _timing(request, began)), (b"x-phalanx-ranks", _ranks(request.spans))]
     if request.size and len(request.failures) == request.size:
         return _all_failed(request.failures, request_id, headers)
     if returns == "npy" and not request.failures:
@@ -175,6 +178,15 @@ def _timing(request: Request, began: float) -> bytes:
     queue = (request.started or now) - (request.added or began)
     seconds = queue, request.forward, request.collect, now - began
     return b"queue;dur=%.3f, forward;dur=%.3f, collect;dur=%.3f, total;dur=%.3f" % tuple(1000 * s for s in seconds)
+
+
+def _ranks(spans: Sequence[codecs.Span]) -> bytes:
+    """Which rank had each item, in order: `0*32,1*32` is the first 32 and the next 32; `-` is none."""
+    runs = [
+        b"%s*%d" % (b"-" if rank is None else b"%d" % rank, sum(len(span.lengths) for span in run))
+        for rank, run in islice(groupby(spans, attrgetter("rank")), RUNS + 1)
+    ]
+    return b",".join([*runs[:RUNS], b"..."] if len(runs) > RUNS else runs)
 
 
 _ITEM_ERROR = {
@@ -212,6 +224,17 @@ _OUTPUTS = {
         "id": {"type": "string", "description": "The request's id"},
         "outputs": {"type": "array", "items": {}, "description": "A result an item, in order; null where one failed"},
         "errors": {"type": "array", "items": _ITEM_ERROR, "description": "Of a 207: why items have no result"},
+    },
+}
+_HEADERS = {
+    "X-Phalanx-Ranks": {
+        "schema": {"type": "string", "example": "0*32,1*32"},
+        "description": "The rank that had each item, in order: here rank 0 the first 32 and rank 1 the next 32. "
+        f"`-` stands for none; after {RUNS} runs `...` stands for the rest",
+    },
+    "Server-Timing": {
+        "schema": {"type": "string", "example": "queue;dur=0.1, forward;dur=2.1, collect;dur=0.4, total;dur=3.2"},
+        "description": "Milliseconds in the queue, in the forwards, in the collects, and in all",
     },
 }
 _NPY = {"schema": {"type": "string", "format": "binary"}}
@@ -262,10 +285,12 @@ OPENAPI: dict[str, Any] = {
         "responses": {
             "200": {
                 "description": "Every item has a result",
+                "headers": _HEADERS,
                 "content": {"application/json": {"schema": _OUTPUTS}, "application/x-npy": _NPY},
             },
             "207": {
                 "description": "Some items failed; the answer is JSON",
+                "headers": _HEADERS,
                 "content": {"application/json": {"schema": _OUTPUTS}},
             },
             **{str(status): {"description": text} | _PROBLEM for status, text in _STATUSES.items()},
