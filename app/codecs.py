@@ -75,6 +75,7 @@ class Span:
     lengths: list[int]
     frame: memoryview
     rows: list[RowForm]
+    rank: int | None = None  # that made them
 
 
 # ---- content negotiation

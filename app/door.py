@@ -51,13 +51,15 @@ class Door:
         *,
         max_body_bytes: int,
         keys: Collection[bytes] = (),
+        open_paths: Collection[str] = OPEN_PATHS,
         count: Callable[[PhalanxError], None] = lambda _: None,
     ) -> None:
-        """`count` is called with what the door answers for the app."""
+        """`open_paths` need no key; `count` is called with what the door answers for the app."""
         self.app = app
         self.count = count
         self.max_body_bytes = max_body_bytes
         self.keys = tuple(keys)
+        self.open_paths = frozenset(open_paths)
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         if scope["type"] != "http":  # lifespan; WebSockets are off in app.server
@@ -84,7 +86,7 @@ class Door:
             await visit.refuse(error)
 
     def _admit(self, path: str, headers: dict[bytes, bytes]) -> None:
-        if self.keys and path not in OPEN_PATHS and not self._known(headers):
+        if self.keys and path not in self.open_paths and not self._known(headers):
             raise Unauthorized("the request needs a known API key, as Authorization: Bearer or X-API-Key")
         if int(headers.get(b"content-length", 0)) > self.max_body_bytes:
             raise _too_large(self.max_body_bytes)

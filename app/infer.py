@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, MutableMapping
+from collections.abc import AsyncGenerator, MutableMapping, Sequence
+from itertools import groupby, islice
+from operator import attrgetter
 from typing import Any
 
 from app import codecs, lines, multipart
@@ -15,6 +17,8 @@ from app.problem import problem
 from app.steps import Request
 from workers.errors import InvalidItem, PhalanxError
 from workers.wire import Encoding
+
+RUNS = 100  # of ranks in a header: proxies take no more than 4 KiB of headers in all
 
 
 class Infer:
@@ -73,6 +77,8 @@ class Infer:
 def _write(request: Request, request_id: str, returns: Encoding, began: float) -> Answer:
     headers: Fields = [(b"server-timing", _timing(request, began))]
     cut = request.cut
+    if not cut.broken:
+        headers.append((b"x-phalanx-ranks", _ranks(request.spans)))
     size = request.size + len(cut.broken)
     failures = dict(request.failures)
     if size and len(failures) + len(cut.broken) == size:
@@ -103,6 +109,15 @@ def _timing(request: Request, began: float) -> bytes:
     queue = (request.started or now) - (request.added or began)
     seconds = queue, request.forward, request.collect, now - began
     return b"queue;dur=%.3f, forward;dur=%.3f, collect;dur=%.3f, total;dur=%.3f" % tuple(1000 * s for s in seconds)
+
+
+def _ranks(spans: Sequence[codecs.Span]) -> bytes:
+    """Which rank had each item, in order: `0*32,1*32` is the first 32 and the next 32; `-` is none."""
+    runs = [
+        b"%s*%d" % (b"-" if rank is None else b"%d" % rank, sum(len(span.lengths) for span in run))
+        for rank, run in islice(groupby(spans, attrgetter("rank")), RUNS + 1)
+    ]
+    return b",".join([*runs[:RUNS], b"..."] if len(runs) > RUNS else runs)
 
 
 _ITEM_ERROR = {
@@ -140,6 +155,17 @@ _OUTPUTS = {
         "id": {"type": "string", "description": "The request's id"},
         "outputs": {"type": "array", "items": {}, "description": "A result an item, in order; null where one failed"},
         "errors": {"type": "array", "items": _ITEM_ERROR, "description": "Of a 207: why items have no result"},
+    },
+}
+_HEADERS = {
+    "X-Phalanx-Ranks": {
+        "schema": {"type": "string", "example": "0*32,1*32"},
+        "description": "The rank that had each item, in order: here rank 0 the first 32 and rank 1 the next 32. "
+        f"`-` stands for none; after {RUNS} runs `...` stands for the rest",
+    },
+    "Server-Timing": {
+        "schema": {"type": "string", "example": "queue;dur=0.1, forward;dur=2.1, collect;dur=0.4, total;dur=3.2"},
+        "description": "Milliseconds in the queue, in the forwards, in the collects, and in all",
     },
 }
 _NPY = {"schema": {"type": "string", "format": "binary"}}
@@ -202,6 +228,7 @@ OPENAPI: dict[str, Any] = {
         "responses": {
             "200": {
                 "description": "Every item has a result",
+                "headers": _HEADERS,
                 "content": {
                     "application/json": {"schema": _OUTPUTS},
                     "application/x-npy": _NPY,
@@ -211,6 +238,7 @@ OPENAPI: dict[str, Any] = {
             },
             "207": {
                 "description": "Some items failed; the answer is JSON",
+                "headers": _HEADERS,
                 "content": {"application/json": {"schema": _OUTPUTS}},
             },
             **{str(status): {"description": text} | _PROBLEM for status, text in _STATUSES.items()},

@@ -14,9 +14,9 @@ from fastapi_swagger import patch_fastapi
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.routing import Route
 
-from app import ops
+from app import ops, page
 from app.dispatcher import Dispatcher
-from app.door import App, Door, Receive, Send
+from app.door import OPEN_PATHS, App, Door, Receive, Send
 from app.groups import Group
 from app.infer import OPENAPI, Infer
 from app.intake import Intake
@@ -69,14 +69,20 @@ def create_app(settings: Settings, on_ready: Callable[[Group], None] | None = No
         redirect_slashes=False,
     )
     app.state.dispatcher = dispatcher
+    files = page.routes()
     door = functools.partial(
-        Door, max_body_bytes=settings.max_body_bytes, keys=settings.api_keys(), count=metrics.refused
+        Door,
+        max_body_bytes=settings.max_body_bytes,
+        keys=settings.api_keys(),
+        open_paths=OPEN_PATHS | {route.path for route in files},
+        count=metrics.refused,
     )
     intake = Intake(settings, dispatcher, metrics, tracing)
     infer = Infer(intake, settings.max_items)
     app.infer = door(infer)
     app.router.routes.append(Route("/infer", infer, methods=["POST"]))  # of what comes here, it refuses the method
     app.include_router(ops.routes(settings, dispatcher, metrics))
+    app.router.routes.extend(files)
     patch_fastapi(app)  # /docs from files that are installed: a GPU host may have no way out
     app.add_middleware(door)
     app.add_exception_handler(StarletteHTTPException, _refused)

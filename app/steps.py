@@ -131,7 +131,7 @@ def deal(batch: Batch, result: Result, payload: Sequence[Buffer], world: int) ->
             frame = memoryview(payload[rank])[places[rank][low] : places[rank][high - 1] + lengths[-1]]
             rows = result.rows[rank] if len(result.rows[rank]) == 1 else result.rows[rank][low:high]
             failed = {at + i: failures[first + i] for i in range(high - low) if first + i in failures}
-            request(piece).settle(Span(at, lengths, frame, rows), failed)
+            request(piece).settle(Span(at, lengths, frame, rows, rank), failed)
             first += high - low
             at += high - low
 

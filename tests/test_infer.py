@@ -70,9 +70,17 @@ def test_result_i_is_of_item_i_under_concurrent_clients_of_mixed_sizes(ranks: in
 
 def test_a_batch_is_shared_evenly_and_no_forward_sees_more_than_max_batch_size() -> None:
     with serving("WhichRank", ranks=2) as service:
-        outputs = service.outputs(list(range(8)))
-        assert [output["rank"] for output in outputs] == [0, 0, 0, 0, 1, 1, 1, 1]
-        outputs = service.outputs(list(range(10_000)))
+        answer = service.infer(list(range(8)))
+        assert [output["rank"] for output in answer.json()["outputs"]] == [0, 0, 0, 0, 1, 1, 1, 1]
+        assert answer.headers["x-phalanx-ranks"] == "0*4,1*4"
+        assert service.infer([1]).headers["x-phalanx-ranks"] == "0*1"
+        answer = service.infer(list(range(10_000)))
+        outputs, told = answer.json()["outputs"], []
+        *runs, rest = answer.headers["x-phalanx-ranks"].split(",")
+        for rank, count in (run.split("*") for run in runs):
+            told += [int(rank)] * int(count)
+        assert (len(runs), rest) == (100, "...")
+        assert told == [output["rank"] for output in outputs[: len(told)]]
         assert [output["item"] for output in outputs] == list(range(10_000))
         assert max(output["seen"] for output in outputs) == 32
 
