@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import MutableMapping
 from typing import Any
 
 from app import codecs
 from app.batcher import Hold
 from app.door import Receive, Send
-from app.intake import Answer, Fields, Intake
+from app.intake import Answer, Fields, Intake, timing
 from app.problem import problem
 from app.steps import Request
 from workers.errors import InvalidItem, PhalanxError
@@ -36,7 +35,7 @@ class Infer:
 
 
 def _write(request: Request, request_id: str, returns: Encoding, began: float) -> Answer:
-    headers: Fields = [(b"server-timing", _timing(request, began))]
+    headers: Fields = [(b"server-timing", timing(request, began))]
     if request.size and len(request.failures) == request.size:
         return _all_failed(request.failures, request_id, headers)
     if returns == "npy" and not request.failures:
@@ -58,14 +57,6 @@ def _all_failed(failures: dict[int, PhalanxError], request_id: str, headers: Fie
     worst = next((error for error in errors if error.status != InvalidItem.status), errors[0])
     status, own, body = problem(worst, request_id, errors=codecs.describe(failures))
     return status, headers + own, body
-
-
-def _timing(request: Request, began: float) -> bytes:
-    """Server-Timing, in milliseconds (W3C Server Timing)."""
-    now = time.monotonic()
-    queue = (request.started or now) - (request.added or began)
-    seconds = queue, request.forward, request.collect, now - began
-    return b"queue;dur=%.3f, forward;dur=%.3f, collect;dur=%.3f, total;dur=%.3f" % tuple(1000 * s for s in seconds)
 
 
 _ITEM_ERROR = {

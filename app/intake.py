@@ -202,3 +202,11 @@ class Intake:
             elif not rest and not piece and not gzip.eof:
                 raise MalformedBody("the gzip body ends too early")
         return b"".join(pieces)
+
+
+def timing(request: Request, began: float) -> bytes:
+    """The value of Server-Timing, in milliseconds (W3C Server Timing)."""
+    now = time.monotonic()
+    queue = (request.started or now) - (request.added or began)
+    seconds = queue, request.forward, request.collect, now - began
+    return b"queue;dur=%.3f, forward;dur=%.3f, collect;dur=%.3f, total;dur=%.3f" % tuple(1000 * s for s in seconds)
