@@ -97,17 +97,23 @@ class V2:
     async def _run(
         self, model: ModelInfo, cut: Cut, results: Callable[[Cut], Awaitable[Items]]
     ) -> tuple[Items, Output]:
-        """Results as a tensor; where they are no numbers, as texts. Raises the error of the first item that failed."""
+        """Results as a tensor; if they are no numbers, run once more, as texts.
+
+        Raises the error of the first item that failed. `results` is what runs a cut.
+        """
         known = self._known(model)
         if known is None or known[0] != TEXTS:
-            with contextlib.suppress(NotAcceptable):  # to be found out but once a model
+            try:
                 request = _whole(await results(cut))
+            except NotAcceptable as error:
+                error.__traceback__ = None  # it would keep the body until the next full garbage collection
+            else:
                 output = tensors.rows(request.spans)
-                if output is not None:
-                    self._learn(model, output)
-                    return request, output
-                datatype, row = known or ("FP32", ())
-                return request, Output(datatype, (0, *(max(size, 0) for size in row)), [])
+                if output is None:
+                    datatype, row = known or ("FP32", ())
+                    return request, Output(datatype, (0, *(max(size, 0) for size in row)), [])
+                self._learn(model, output)
+                return request, output
         form = cut.form
         request = _whole(await results(Cut(cut.items, Form(form.accepts, "json", form.parameters, form.row))))
         output = tensors.texts(request.spans)
@@ -133,10 +139,12 @@ class V2:
         return None if self._seen is None or self._seen[0] is not model else self._seen[1:]
 
     def _learn(self, model: ModelInfo, output: Output) -> None:
-        row, known = output.shape[1:], self._known(model)
-        if known is not None and known[0] == output.datatype and len(known[1]) == len(row):
-            row = tuple(a if a == b else -1 for a, b in zip(row, known[1], strict=True))
-        self._seen = model, output.datatype, row
+        """The first answer decides, so that an odd one changes nothing for others, but for sizes that vary."""
+        known, row = self._known(model), output.shape[1:]
+        if known is None:
+            self._seen = model, output.datatype, row
+        elif known[0] == output.datatype and len(known[1]) == len(row):
+            self._seen = model, known[0], tuple(a if a == b else -1 for a, b in zip(row, known[1], strict=True))
 
 
 def routes(protocol: V2, dispatcher: Dispatcher) -> APIRouter:
