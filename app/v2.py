@@ -58,7 +58,7 @@ class V2:
     async def describe(self, model: ModelInfo) -> dict[str, Any]:
         """Its metadata. What its results are is learned from them: where none were seen yet, from its example's."""
         dtype, shape = _inputs(model)
-        if self._known(model) is None and model.example is not None:
+        if self._known(model) is None and model.example is not None and self._dispatcher.unreadiness() is None:
             with contextlib.suppress(PhalanxError):
                 await self._run_example(model, model.example)
         datatype, row = self._known(model) or ("FP32", ())

@@ -22,6 +22,8 @@ from app import tensors
 from app.codecs import Span
 from tests.service import Service, samples, serving, until
 from workers.errors import MalformedBody, NonFiniteResult, UnencodableResult
+from workers.ring import Ring
+from workers.wire import Place
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -195,6 +197,20 @@ def test_bytes_must_be_all_that_follows_the_json() -> None:
         tensors.read(body() + b"abcd", len(body()))
 
 
+def test_bytes_in_the_ring_stay_there_and_json_lets_it_go(tmp_path: Path) -> None:
+    ring = Ring(tmp_path / "ring", 4096)
+    content, size = binary(bytes(range(24)), [2, 3], "FP32")
+    block = ring.take(len(content))
+    assert block is not None
+    block.view[:] = content
+    cut = tensors.read(block.view, size, block).cut
+    assert cut.items.place(1, 2) == Place("ring", block.start + size + 12, 12)
+    block.view[:size] = body().ljust(size)
+    assert tensors.read(block.view[:size], size, block).cut.items.place(0, 2) is None
+    del block, cut
+    ring.close()
+
+
 # ---- results to an answer
 
 
@@ -298,7 +314,7 @@ def test_an_empty_batch_is_answered(client: triton.InferenceServerClient) -> Non
 def test_bodies_longer_than_a_socket_holds_come_through_the_ring_and_compressed_ones_beside_it(
     client: triton.InferenceServerClient, double: Service
 ) -> None:
-    array = np.random.default_rng(1).normal(size=(10_000, 3)).astype(np.float32)
+    array = np.random.default_rng(1).normal(size=(6000, 3)).astype(np.float32)
     for sent, compression in ((True, None), (True, "gzip"), (False, None)):
         result = client.infer("Double", tensors_of(array, sent), request_compression_algorithm=compression)
         assert np.array_equal(result.as_numpy("output"), 2 * array)
