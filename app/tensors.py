@@ -107,7 +107,7 @@ def read(body: Buffer, json_size: int | None, block: Block | None = None) -> Ask
         raise MalformedBody("the body is nested too deep") from error
     parameters = asked.parameters or {}
     binary = _own(parameters, "binary_data_output", bool, False)
-    timeout = _own(parameters, "timeout", Annotated[int, msgspec.Meta(ge=0)], 0) / 1e6 or math.inf
+    timeout = _own(parameters, "timeout", Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)], 0) / 1e6 or math.inf
     parameters.pop("priority", None)  # a hint
     for output in asked.outputs or ():
         wish = _checked(output, OUTPUT)
@@ -128,7 +128,7 @@ def _own(parameters: dict[str, msgspec.Raw], name: str, kind: Any, default: Any)
     """One of the protocol's own parameters, taken out of those that are the model's."""
     try:
         return msgspec.json.decode(parameters.pop(name), type=kind) if name in parameters else default
-    except msgspec.ValidationError as error:
+    except msgspec.DecodeError as error:
         raise MalformedBody(f"parameter {name}: {error}") from error
 
 

@@ -159,6 +159,8 @@ BAD = {
     "classification": (body(outputs=[{"name": "output", "parameters": {"classification": 3}}]), "classification"),
     "a flag that is none": (body(parameters={"binary_data_output": "yes"}), "bool"),
     "a negative timeout": (body(parameters={"timeout": -1}), "timeout"),
+    "a timeout beyond float64": (body(parameters={"timeout": 10**400}), "timeout"),
+    "a timeout that is half a character": (b'{"parameters":{"timeout":"\\ud8"},"inputs":[]}', ""),
     "bytes without the header": (binary(b"abcd", [1], "FP32")[0], "trailing"),
     "a size without bytes": (body(tensor(data=[], parameters={"binary_data_size": 24})), "only one"),
 }
@@ -543,11 +545,12 @@ inputs = st.fixed_dictionaries(
         "parameters": st.dictionaries(st.sampled_from(["binary_data_size", "x"]), st.integers(-1, 30) | values),
     },
 )
+own = st.sampled_from(["timeout", "priority", "binary_data_output", "x"])
 requests = st.fixed_dictionaries(
     {"inputs": st.lists(inputs, max_size=2) | values},
     optional={
         "id": values,
-        "parameters": st.dictionaries(st.sampled_from(["timeout", "priority", "binary_data_output", "x"]), values),
+        "parameters": st.dictionaries(own, sizes | values),
         "outputs": st.lists(st.fixed_dictionaries({"name": st.sampled_from(["output", "x"])})) | values,
     },
 )
