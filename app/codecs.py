@@ -195,7 +195,9 @@ def cut_lines(text: bytes, returns: Encoding, max_items: int) -> Cut:
     return Cut(_JsonItems(raws), Form("json", returns), index if broken else None, broken)
 
 
-class _NpyItems:
+class Rows:
+    """Items of equal length, end to end."""
+
     def __init__(self, rows: memoryview, count: int, length: int, block: Block | None, at: int) -> None:
         """`rows` stand `at` so many bytes of `block`, which lives as long as they are wanted."""
         self._rows = rows
@@ -246,7 +248,7 @@ def _cut_npy(body: Buffer, returns: Encoding, block: Block | None) -> Cut:
     if fortran and len(shape) > 1:
         columns = np.frombuffer(data, dtype).reshape(shape, order="F")
         data, block = memoryview(np.ascontiguousarray(columns).tobytes()), None
-    return Cut(_NpyItems(data, shape[0], length, block, head.tell()), Form("npy", returns, b"", (dtype.str, shape[1:])))
+    return Cut(Rows(data, shape[0], length, block, head.tell()), Form("npy", returns, b"", (dtype.str, shape[1:])))
 
 
 def frame(pieces: Sequence[tuple[Items, int, int]], encoding: str) -> tuple[Buffer, list[int]]:

@@ -25,7 +25,7 @@ from workers import wire
 from workers.errors import DeadlineExceeded, Draining, NoGroup, PoisonItem
 from workers.launch import last_death
 from workers.ring import Block, Ring, open_ring
-from workers.wire import Buffer, Form, Goodbye, Hello, Leaving, Message, Ping, Place, Result, Step
+from workers.wire import Buffer, Form, Goodbye, Hello, Leaving, Message, ModelInfo, Ping, Place, Result, Step
 
 log = logging.getLogger("app")
 
@@ -51,6 +51,7 @@ class Dispatcher:
         self.metrics = metrics
         self.session = secrets.token_hex(8)
         self.groups: dict[str, Group] = {}
+        self.model: ModelInfo | None = None  # of the latest group, which may have ended
         self.draining = False
         self.restarts = 0  # groups that came after one that had ended
         self._last_lost: Group | None = None
@@ -260,6 +261,7 @@ class Dispatcher:
             if (old := self.groups.get(hello.group)) is not None:
                 self._lost(old, f"superseded by epoch {hello.epoch}")
             self.groups[hello.group] = Group(identity, hello)
+            self.model = hello.model
             self._refusal = ""
             if self._last_lost is not None:
                 self.restarts += 1

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Collection, MutableMapping
 from typing import Any
 
 from app.body import FillBody
-from app.problem import problem
+from app.problem import told
 from workers.errors import InternalError, PhalanxError, TooLarge, Unauthorized, UnsupportedMediaType
 
 log = logging.getLogger("app")
@@ -28,7 +28,7 @@ HANG_UP = "phalanx.hang_up"
 waits for `receive` to say so."""
 FILL = "phalanx.fill"
 """In the scope of a request that announces its length the server may leave a FillBody, for use instead of `receive`."""
-OPEN_PATHS = frozenset({"/livez", "/readyz"})  # probes carry no key
+OPEN_PATHS = frozenset({"/livez", "/readyz", "/v2/health/live", "/v2/health/ready"})  # probes carry no key
 ENCODINGS = frozenset({b"", b"identity", b"gzip", b"x-gzip"})  # of bodies; routes expand them
 LINGER = 10.0  # seconds an unread body is read on for after the answer
 SILENCE = 1.0  # seconds without a byte of it that end the wait
@@ -42,7 +42,7 @@ _REQUEST_ID = re.compile(rb"[\x20-\x7e]{1,128}")
 class Door:
     """ASGI middleware, to be put around everything else so that every answer carries the request's id.
 
-    An error that leaves the app before its answer began is answered as a problem: what is no PhalanxError is logged.
+    An error that leaves the app before its answer began is answered: what is no PhalanxError is logged.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Door:
                 log.exception("request %s: the front end failed", request_id.decode())
                 error = InternalError("the front end failed; its log has the stack")
             self.count(error)
-            await visit.refuse(error)
+            await visit.refuse(error, scope["path"])
 
     def _admit(self, path: str, headers: dict[bytes, bytes]) -> None:
         if self.keys and path not in self.open_paths and not self._known(headers):
@@ -152,8 +152,8 @@ class _Visit:
         else:
             await self._send(message)
 
-    async def refuse(self, error: PhalanxError) -> None:
-        status, headers, body = problem(error, self._request_id.decode())
+    async def refuse(self, error: PhalanxError, path: str) -> None:
+        status, headers, body = told(path)(error, self._request_id.decode())
         if isinstance(error, UnsupportedMediaType):
             headers.append((b"accept-encoding", b"gzip, identity"))
         await self.send({"type": "http.response.start", "status": status, "headers": headers})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator, MutableMapping, Sequence
 from itertools import groupby, islice
 from operator import attrgetter
@@ -12,7 +11,7 @@ from typing import Any
 from app import codecs, lines, multipart
 from app.batcher import Hold
 from app.door import Receive, Send
-from app.intake import Answer, Fields, Intake
+from app.intake import Answer, Fields, Intake, timing
 from app.problem import problem
 from app.steps import Request
 from workers.errors import InvalidItem, PhalanxError
@@ -75,7 +74,7 @@ class Infer:
 
 
 def _write(request: Request, request_id: str, returns: Encoding, began: float) -> Answer:
-    headers: Fields = [(b"server-timing", _timing(request, began))]
+    headers: Fields = [(b"server-timing", timing(request, began))]
     cut = request.cut
     if not cut.broken:
         headers.append((b"x-phalanx-ranks", _ranks(request.spans)))
@@ -101,14 +100,6 @@ def _all_failed(failures: dict[int, PhalanxError], request_id: str, headers: Fie
     worst = next((error for error in errors if error.status != InvalidItem.status), errors[0])
     status, own, body = problem(worst, request_id, errors=codecs.listed(failures))
     return status, headers + own, body
-
-
-def _timing(request: Request, began: float) -> bytes:
-    """Server-Timing, in milliseconds (W3C Server Timing)."""
-    now = time.monotonic()
-    queue = (request.started or now) - (request.added or began)
-    seconds = queue, request.forward, request.collect, now - began
-    return b"queue;dur=%.3f, forward;dur=%.3f, collect;dur=%.3f, total;dur=%.3f" % tuple(1000 * s for s in seconds)
 
 
 def _ranks(spans: Sequence[codecs.Span]) -> bytes:

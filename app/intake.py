@@ -257,6 +257,14 @@ class Intake:
         return b"".join(pieces)
 
 
+def timing(request: Request, began: float) -> bytes:
+    """The value of Server-Timing, in milliseconds (W3C Server Timing)."""
+    now = time.monotonic()
+    queue = (request.started or now) - (request.added or began)
+    seconds = queue, request.forward, request.collect, now - began
+    return b"queue;dur=%.3f, forward;dur=%.3f, collect;dur=%.3f, total;dur=%.3f" % tuple(1000 * s for s in seconds)
+
+
 def _gzip(body: bytes) -> bytes:
     return gzip.compress(body, 1, mtime=0)
 

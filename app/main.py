@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import AsyncIterator, Callable, MutableMapping
+from collections.abc import AsyncIterator, Callable, Mapping, MutableMapping
 from contextlib import asynccontextmanager
 from importlib.metadata import version
 from typing import Any
@@ -14,30 +14,34 @@ from fastapi_swagger import patch_fastapi
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.routing import Route
 
-from app import ops, page
+from app import ops, page, v2
 from app.dispatcher import Dispatcher
 from app.door import OPEN_PATHS, App, Door, Receive, Send
 from app.groups import Group
 from app.infer import OPENAPI, Infer
 from app.intake import Intake
 from app.metrics import Metrics
-from app.problem import problem
+from app.problem import told
 from app.settings import Settings
 from app.tracing import Tracing
-from workers.errors import InternalError, NoSuchMethod, NoSuchPath
+from workers.errors import InternalError, NoSuchMethod, NoSuchPath, PhalanxError
 
 
 class Service(FastAPI):
-    """FastAPI, but for the hot path: a POST to /infer meets the door and its route, and none of the machinery between.
+    """FastAPI, but for the hot paths: a POST for inference meets the door and its route, and nothing else between.
 
-    That machinery costs more than all that a small request needs.
+    FastAPI's machinery costs more than all that a small request needs.
     """
 
     infer: App
+    v2: App
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] == "/infer" and scope["method"] == "POST":
+        path = scope["path"] if scope["type"] == "http" and scope["method"] == "POST" else ""
+        if path == "/infer":
             await self.infer(scope, receive, send)
+        elif v2.INFER.fullmatch(path):
+            await self.v2(scope, receive, send)
         else:
             await super().__call__(scope, receive, send)
 
@@ -78,33 +82,40 @@ def create_app(settings: Settings, on_ready: Callable[[Group], None] | None = No
         count=metrics.refused,
     )
     intake = Intake(settings, dispatcher, metrics, tracing)
-    infer = Infer(intake, settings.max_items)
-    app.infer = door(infer)
-    app.router.routes.append(Route("/infer", infer, methods=["POST"]))  # of what comes here, it refuses the method
+    infer, protocol = Infer(intake, settings.max_items), v2.V2(intake, dispatcher)
+    app.infer, app.v2 = door(infer), door(protocol)
+    hot: dict[str, App] = {"/infer": infer, **dict.fromkeys(v2.OPENAPI, protocol)}
+    for path, route in hot.items():
+        app.router.routes.append(Route(path, route, methods=["POST"]))  # of what comes here, it refuses the method
+    app.include_router(v2.routes(protocol, dispatcher))
     app.include_router(ops.routes(settings, dispatcher, metrics))
     app.router.routes.extend(files)
     patch_fastapi(app)  # /docs from files that are installed: a GPU host may have no way out
     app.add_middleware(door)
     app.add_exception_handler(StarletteHTTPException, _refused)
+    app.add_exception_handler(PhalanxError, _refused)
     app.openapi = _with_infer(app.openapi)  # type: ignore[method-assign]
     return app
 
 
 def _with_infer(generate: Callable[[], dict[str, Any]]) -> Callable[[], dict[str, Any]]:
-    """The schema with `/infer` in it, which FastAPI does not see: it is a plain ASGI route."""
+    """The schema with the hot paths in it, which FastAPI does not see: they are plain ASGI routes."""
 
     def openapi() -> dict[str, Any]:
         schema = generate()
-        schema["paths"] = {"/infer": OPENAPI} | schema["paths"]
+        schema["paths"] = {"/infer": OPENAPI} | schema["paths"] | v2.OPENAPI
         return schema
 
     return openapi
 
 
 async def _refused(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException | StarletteHTTPException)
-    kind = {404: NoSuchPath, 405: NoSuchMethod}.get(error.status_code, InternalError)
-    what = f"{request.method} {request.url.path}: {error.detail}"
-    status, headers, body = problem(kind(what), request.state.request_id)
+    given: Mapping[str, str] = {}
+    if isinstance(error, HTTPException | StarletteHTTPException):
+        kind = {404: NoSuchPath, 405: NoSuchMethod}.get(error.status_code, InternalError)
+        given = error.headers or {}
+        error = kind(f"{request.method} {request.url.path}: {error.detail}")
+    assert isinstance(error, PhalanxError)
+    status, headers, body = told(request.url.path)(error, request.state.request_id)
     names = {name.decode(): value.decode() for name, value in headers if name != b"content-length"}
-    return Response(body, status, {**(error.headers or {}), **names})
+    return Response(body, status, {**given, **names})

@@ -102,9 +102,10 @@ def test_the_tensor_model_answers_as_the_readme_says(tmp_path: Path) -> None:
         here = command.replace(":8000", f":{service.port}")
         done = subprocess.run(here, shell=True, capture_output=True, text=True, timeout=30)
         assert shape(printed).fullmatch(done.stdout), done.stdout
-        code = python_block("import io, httpx").replace(":8000", f":{service.port}")
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
-        assert done.stdout == "(4, 3)\n", done.stderr
+        for start, printed in (("import io, httpx", "(4, 3)\n"), ("import numpy as np, tritonclient", "120.0\n")):
+            code = python_block(start).replace(":8000", f":{service.port}")
+            done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+            assert done.stdout == printed, done.stderr
         code = python_block("from app.client").replace(":8000", f":{service.port}")
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
         printed = ["[[10.0, 20.0, 30.0], [40.0, 50.0, 60.0]]", "[[2.0, 4.0, 6.0], None] invalid-item"]
@@ -127,13 +128,18 @@ def assert_infer_prints_what_the_readme_says(service: Service, folder: Path) -> 
 
 def test_every_status_of_the_openapi_is_in_the_table(digits: Service) -> None:
     schema = digits.client.get("/openapi.json").json()
-    for status in schema["paths"]["/infer"]["post"]["responses"]:
-        assert re.search(rf"^\|.*\b{status}\b.*\|", README, re.MULTILINE), status
+    for operation in (operation for path in schema["paths"].values() for operation in path.values()):
+        for status in operation["responses"]:
+            assert re.search(rf"^\|.*\b{status}\b.*\|", README, re.MULTILINE), status
 
 
 def test_every_path_of_the_openapi_is_in_the_table(digits: Service) -> None:
-    for path in digits.client.get("/openapi.json").json()["paths"]:
-        assert f"`GET {path}`" in README or path == "/infer"
+    version = "/versions/{version}"
+    table = README.replace(f"[{version}]", "")
+    for path, operations in digits.client.get("/openapi.json").json()["paths"].items():
+        for method in operations:
+            assert f"`{method.upper()} {path.replace(version, '')}`" in table
+        assert version not in path or f"[{version}]" in README
 
 
 @pytest.mark.parametrize("name", ["digits-samples.json", "digits-labels.json"])

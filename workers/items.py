@@ -11,14 +11,14 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import numpy as np
 import orjson
-import simdjson
 import torch
 
+from workers.arrays import is_shaped, numbers, wide
 from workers.errors import (
     InvalidItem,
     MalformedBody,
@@ -32,10 +32,8 @@ from workers.wire import Buffer, Encoding, Form, RowForm, offsets
 
 MAX_DEPTH = 64  # of a JSON item
 Failures = dict[int, PhalanxError]
-_NO_TOKENS = bytes(set(range(256)) - set(b"[],"))  # deleted, they leave the structure of nested arrays
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _BRACKET_STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")  # as int8: one deeper, one less deep
-_SIMDJSON: dict[str, Literal["d", "i", "u"]] = {"float64": "d", "int64": "i", "uint64": "u"}
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 
 
@@ -153,22 +151,9 @@ def _numbers(frame: Buffer, raws: list[memoryview], spec: TensorSpec) -> Decoded
 
 def _parse(raw: bytes, shape: tuple[int | None, ...], dtype: str) -> np.ndarray | None:
     """Nested arrays of numbers, with no Python object a number; None if it is not just that: `_explain` says why."""
-    try:
-        document = simdjson.Parser().parse(raw)
-    except (ValueError, RuntimeError):  # a number that 64 bits do not hold, or no JSON
-        return None
-    kind = _wide(dtype)
-    if not isinstance(document, simdjson.Array) or kind == "bool":
-        return None
-    try:
-        flat = np.frombuffer(document.as_buffer(of_type=_SIMDJSON[kind]), kind)
-    except (ValueError, TypeError):  # a string, null, true, an object, or a number of another kind
-        return None
-    full = _infer(shape, flat.size)
-    # as_buffer flattens: brackets and commas must be those of the shape, not only the count of numbers
-    if full is None or raw.translate(None, _NO_TOKENS) != _template(full):
-        return None
-    return flat.reshape(full)
+    flat = numbers(raw, _wide(dtype))
+    full = None if flat is None else _infer(shape, flat.size)
+    return None if flat is None or full is None or not is_shaped(raw, full) else flat.reshape(full)
 
 
 def _infer(shape: tuple[int | None, ...], size: int) -> tuple[int, ...] | None:
@@ -178,14 +163,6 @@ def _infer(shape: tuple[int | None, ...], size: int) -> tuple[int, ...] | None:
     if free > 1 or (free == 1 and (known == 0 or size % known)) or (free == 0 and known != size):
         return None
     return tuple(size // known if n is None else n for n in shape)
-
-
-def _template(shape: tuple[int, ...]) -> bytes:
-    """The brackets and commas of an array of that shape."""
-    text = b""
-    for size in reversed(shape):
-        text = b"[" + b",".join([text] * size) + b"]"
-    return text
 
 
 def _explain(raw: bytes, spec: TensorSpec) -> np.ndarray:
@@ -283,8 +260,7 @@ def _numpy(dtype: str) -> str:
 
 
 def _wide(dtype: str) -> str:
-    kind = np.dtype(_numpy(dtype)).kind
-    return {"f": "float64", "i": "int64", "u": "uint64" if dtype == "uint64" else "int64", "b": "bool"}[kind]
+    return wide(np.dtype(_numpy(dtype)))
 
 
 # ---- results to bytes
