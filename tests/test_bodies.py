@@ -266,6 +266,7 @@ def test_who_sends_gzip_and_takes_it_gets_it(double: Service) -> None:
     assert "content-encoding" not in answer.headers
 
 
+@pytest.mark.long
 def test_with_a_size_set_larger_answers_are_compressed_for_all_that_take_it() -> None:
     with serving("Obedient", ranks=1, compress_from=1000) as service:
         answer = service.infer(["x" * 2000])

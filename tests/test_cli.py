@@ -23,6 +23,7 @@ def phalanx(*arguments: str, cwd: Path | None = None, **environment: str) -> sub
     )
 
 
+@pytest.mark.long
 def test_check_runs_the_example_on_every_rank_and_says_what_came_out() -> None:
     done = phalanx("check", "digits", "--ranks", "2", "--device", "cpu")
     assert done.returncode == 0, done.stderr
@@ -65,6 +66,7 @@ def test_a_model_that_cannot_be_loaded_ends_the_start_with_78_and_one_sentence(m
         service.close()
 
 
+@pytest.mark.long
 def test_a_front_end_alone_says_why_there_is_no_group_and_a_public_address_is_printed(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     with ExitStack() as services:
@@ -106,6 +108,7 @@ def test_a_taken_port_is_named(digits: Service) -> None:
     assert str(digits.port) in done.stderr
 
 
+@pytest.mark.long
 def test_a_model_is_served_from_a_folder_that_has_its_own_app_and_workers(tmp_path: Path) -> None:
     for name in ("app", "workers"):
         (tmp_path / name).mkdir()
@@ -130,6 +133,7 @@ def test_ready_prints_an_address_and_a_curl_line_that_works(digits: Service) -> 
     assert f'{{"digit":{samples()[1][0]},' in done.stdout
 
 
+@pytest.mark.long
 def test_two_services_run_side_by_side_and_ctrl_c_stops_one(digits: Service) -> None:
     with serving("Jitter", ranks=1) as other:
         family = [other.process.pid, *descendants(other.process.pid)]

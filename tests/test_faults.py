@@ -66,6 +66,7 @@ def fragile() -> Iterator[Service]:
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.long
 def test_killing_any_rank_or_torchrun_under_load_loses_no_request() -> None:
     with serving("digits", ranks=2) as service:
         victims: list[Callable[[], int]] = [
@@ -302,6 +303,7 @@ def test_the_front_end_is_killed_while_a_step_runs_and_the_group_lives_on() -> N
         workers.close()
 
 
+@pytest.mark.long
 def test_sigterm_to_the_workers_alone_finishes_what_they_hold_and_the_rest_waits_for_the_next() -> None:
     workers = Service(f"{MODELS}:Obedient", verb="workers", ranks=2)
     here = {"port": workers.port, "run_dir": workers.run_dir}
@@ -324,6 +326,7 @@ def test_sigterm_to_the_workers_alone_finishes_what_they_hold_and_the_rest_waits
             service.close()
 
 
+@pytest.mark.long
 def test_what_is_not_done_at_the_end_of_the_drain_gets_503_rather_than_silence() -> None:
     service = Service(f"{MODELS}:Obedient", ranks=1, drain_timeout=1).wait_ready()
     try:

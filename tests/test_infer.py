@@ -85,6 +85,7 @@ def test_a_batch_is_shared_evenly_and_no_forward_sees_more_than_max_batch_size()
         assert max(output["seen"] for output in outputs) == 32
 
 
+@pytest.mark.long
 def test_bodies_that_a_small_ring_has_and_has_no_room_for_are_answered_alike_even_over_a_death() -> None:
     """Two of the six bodies fit into it at a time; a rank is killed with both kinds in flight."""
     with serving("Double", ranks=2, ring_bytes="300KiB", max_batch_size=2048) as service:
@@ -398,6 +399,7 @@ def test_a_rank_runs_the_next_step_while_another_has_not_finished_the_one_before
         assert first.result(20)[0] == "a"
 
 
+@pytest.mark.long
 def test_a_model_whose_ranks_talk_to_one_another_is_not_disturbed_by_the_collect() -> None:
     with serving("Together", ranks=2) as service, concurrent.futures.ThreadPoolExecutor(8) as pool:
         answers = [pool.submit(service.outputs, list(range(4))) for _ in range(200)]

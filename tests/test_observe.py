@@ -82,6 +82,7 @@ def test_a_terminal_gets_words() -> None:
     assert " request_id=r2 " in second
 
 
+@pytest.mark.long
 def test_the_log_of_requests_can_be_turned_off() -> None:
     with serving("Obedient", ranks=1, log_requests="false") as service:
         assert service.outputs([1]) == [1]

@@ -91,6 +91,7 @@ def test_512_connections_get_200_or_429_within_the_bounds(small: Service) -> Non
     until(lambda: small.info()["queue"] == {"items": 0, "bytes": 0, "waiting_items": 0}, 5)
 
 
+@pytest.mark.long
 def test_bodies_that_are_only_announced_hold_room_but_no_memory(small: Service) -> None:
     pid = front_end(small)
     before = resident(pid)

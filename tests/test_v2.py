@@ -441,6 +441,7 @@ def test_a_model_that_takes_no_tensors_says_so(obedient: Service) -> None:
     assert obedient.client.get("/v2/models/Obedient/ready").is_success
 
 
+@pytest.mark.long
 def test_what_a_result_may_be() -> None:
     with serving("Forms", ranks=1) as service:
 
