@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Iterable, Iterator
 from http import HTTPStatus
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import httpx
 import msgspec
@@ -22,6 +23,7 @@ from workers.errors import (
     by_type,
 )
 
+Came: TypeAlias = httpx.Response | httpx.TransportError | httpx.DecodingError
 URN = "urn:phalanx:error:"
 
 
@@ -73,9 +75,9 @@ def join(parts: Iterable[Outcomes]) -> Outcomes:
     return Outcomes([output for piece in pieces for output in piece], errors)
 
 
-def outcomes(came: httpx.Response | httpx.TransportError, count: int, *, arrays: bool) -> Outcomes:
+def outcomes(came: Came, count: int, *, arrays: bool) -> Outcomes:
     """Of `count` items, as arrays if asked for as `arrays`; or the RequestError that the answer stands for."""
-    if isinstance(came, httpx.TransportError):
+    if not isinstance(came, httpx.Response):
         raise _no_answer(came)
     try:
         if came.headers.get("content-type") == "application/x-npy" and came.status_code == HTTPStatus.OK:
@@ -96,8 +98,11 @@ def outcomes(came: httpx.Response | httpx.TransportError, count: int, *, arrays:
         if len(outcomes.outputs) != count or not all(0 <= i < count for i in outcomes.errors):
             raise ValueError(f"{len(outcomes.outputs)} results for {count} items")
         return outcomes
-    except (ValueError, msgspec.MsgspecError) as error:  # of whatever else it may be
-        raise _told(StrangeAnswer(f"{came.status_code}: {came.text[:200].strip() or error}"), came) from error
+    except RequestError:
+        raise
+    except Exception as error:  # it may be anything, made by anybody
+        said = came.content[:200].decode(errors="replace").strip() or error
+        raise _told(StrangeAnswer(f"{came.status_code}: {said}"), came) from error
 
 
 def failed(error: PhalanxError) -> Outcomes:
@@ -138,7 +143,7 @@ def _request_error(answer: httpx.Response, problem: _Problem) -> RequestError:
 def _told(error: RequestError, answer: httpx.Response) -> RequestError:
     after = answer.headers.get("retry-after", "")
     error.status = answer.status_code
-    error.retry_after = int(after) if after.isdecimal() else None
+    error.retry_after = int(after) if re.fullmatch("[0-9]{1,6}", after) else None
     error.request_id = answer.headers.get("x-request-id")
     return error
 
@@ -153,11 +158,14 @@ def _item_errors(said: Iterable[_Error]) -> dict[int, ItemError]:
     return errors
 
 
-def _no_answer(error: httpx.TransportError) -> Exception:
+def _no_answer(error: httpx.TransportError | httpx.DecodingError) -> Exception:
     """A time-out is the deadline's, but for that of connecting. A fault on this side stays what it is."""
     if isinstance(error, httpx.UnsupportedProtocol | httpx.LocalProtocolError):
         return error
+    if isinstance(error, httpx.DecodingError):
+        return StrangeAnswer(f"its encoding cannot be read: {error}")
     said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     if isinstance(error, httpx.TimeoutException) and not isinstance(error, httpx.ConnectTimeout):
         return DeadlineExceeded(f"no answer came in time ({said})")
-    return Unreachable(said)
+    where = error._request.url.copy_with(path="/") if error._request is not None else "the service"
+    return Unreachable(f"{where}: {said}")

@@ -14,7 +14,7 @@ import httpx
 import numpy as np
 
 from app import answers
-from app.answers import ItemsFailed, Outcomes
+from app.answers import Came, ItemsFailed, Outcomes
 from app.chunks import Array, Chunk, Parts, body, encode
 from workers.errors import MalformedBody, NotAcceptable, RequestError, TooLarge
 
@@ -108,7 +108,7 @@ class Call:
         timeout = httpx.Timeout(left + GRACE, connect=min(left, CONNECT_TIMEOUT))
         return {"method": "POST", "url": "/infer", "timeout": timeout, **arguments}
 
-    def settle(self, came: httpx.Response | httpx.TransportError, now: float) -> None:
+    def settle(self, came: Came, now: float) -> None:
         """Takes in an answer, or that none came. RequestError: it is final, and not about single items."""
         parts = self._unanswered[0]
         self.pause = 0.0

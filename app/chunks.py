@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -108,8 +109,25 @@ def body(parts: Parts, parameters: bytes) -> dict[str, Any]:
 
 
 def encode(value: object) -> bytes:
-    """JSON of a value, arrays and tensors in it included; NaN has no JSON and becomes null. TypeError: it has none."""
-    return orjson.dumps(value, lambda other: other.tolist(), orjson.OPT_SERIALIZE_NUMPY)
+    """JSON of a value, arrays and tensors in it included. TypeError: it has none; ValueError: it holds NaN."""
+    text = orjson.dumps(value, _plain, orjson.OPT_SERIALIZE_NUMPY)
+    if b"null" in text:  # which orjson writes for NaN too
+        try:
+            json.dumps(value, default=_plain, allow_nan=False)
+        except ValueError:
+            raise ValueError("NaN and infinity have no JSON; send a NumPy array") from None
+    return text
+
+
+def _plain(other: Any) -> Any:
+    """What JSON writers do not know; a TypeError or AttributeError for what has no list."""
+    return asdict(other) if is_dataclass(other) and not isinstance(other, type) else _tolist(other)
+
+
+def _tolist(other: Any) -> Any:
+    if not hasattr(other, "tolist"):
+        raise TypeError(f"{type(other).__name__} has no JSON")
+    return other.tolist()
 
 
 def _part(item: object) -> bytes | File:
@@ -124,7 +142,7 @@ def _part(item: object) -> bytes | File:
             path = Path(item)
             return File(os.fsencode(path.name).decode(errors="replace"), path.read_bytes())
         return encode(item)
-    except (OSError, TypeError) as error:
+    except (OSError, TypeError, ValueError) as error:
         raise InvalidItem(f"it cannot be sent: {error}") from error
 
 

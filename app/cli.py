@@ -77,7 +77,11 @@ def _serve(settings: Settings) -> int:
     """A tiny supervisor of two siblings: the front end, and the launcher of the group. It restarts neither."""
     run_dir = settings.run_directory
     launch.prepare_run_dir(run_dir)
-    lock = launch.claim(run_dir / "serve.lock")
+    try:
+        lock = launch.claim(run_dir / "serve.lock")
+    except StartError as error:
+        why = f"a service of this port, {settings.port}, runs already: {error}; stop it, or give another --port"
+        raise type(error)(why) from error
     with _recorded_signals() as (wake, seen):
         front_end, workers = (_spawn(verb, settings) for verb in ("app", "workers"))
         first = _wait_for_any([front_end, workers], wake, seen)
@@ -246,9 +250,15 @@ def _example_body(group: Group) -> str | None:
     samples = Path(__file__).resolve().parent.parent / "workers" / "models" / "digits-samples.json"
     if model.name == "Digits" and samples.is_relative_to(here := Path.cwd()):
         return shlex.quote(f"@{samples.relative_to(here)}")
-    if model.example is None or len(model.example) > CURL_EXAMPLE:
+    example = model.example
+    if example is None and model.shape is not None and None not in model.shape:
+        zeros = "0"
+        for size in reversed(model.shape):
+            zeros = f"[{','.join([zeros] * min(size or 0, CURL_EXAMPLE))}]"
+        example = zeros.encode()
+    if example is None or len(example) > CURL_EXAMPLE:
         return None
-    return shlex.quote(json.dumps({"inputs": [json.loads(model.example)]}))
+    return shlex.quote(json.dumps({"inputs": [json.loads(example)]}))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from typing import Any
 
 import httpx
 
-from app.answers import ItemsFailed, Outcomes, join
+from app.answers import Came, ItemsFailed, Outcomes, join
 from app.call import Ask, Call, Policy
 from app.chunks import MIB, Array, Chunk, Cutter, File, cut
 from workers.errors import ItemError, RequestError, StrangeAnswer, Unreachable
@@ -139,10 +139,10 @@ class Client:
 
     def _run(self, call: Call, stop: threading.Event) -> Outcomes:
         while call.unanswered and not stop.wait(call.pause):
-            came: httpx.Response | httpx.TransportError
+            came: Came
             try:
                 came = self._http.request(**call.request(time.monotonic()))
-            except httpx.TransportError as error:
+            except (httpx.TransportError, httpx.DecodingError) as error:
                 came = error
             call.settle(came, time.monotonic())
         return call.outcomes()
@@ -240,10 +240,10 @@ class AsyncClient:
     async def _run(self, call: Call) -> Outcomes:
         while call.unanswered:
             await asyncio.sleep(call.pause)
-            came: httpx.Response | httpx.TransportError
+            came: Came
             try:
                 came = await self._http.request(**call.request(time.monotonic()))
-            except httpx.TransportError as error:
+            except (httpx.TransportError, httpx.DecodingError) as error:
                 came = error
             call.settle(came, time.monotonic())
         return call.outcomes()
@@ -271,6 +271,9 @@ def tls() -> ssl.SSLContext:
 
 
 def _settings(base_url: str, api_key: str | None) -> dict[str, Any]:
+    url = httpx.URL(base_url)
+    if url.scheme not in ("http", "https") or not url.host:
+        raise ValueError(f"{base_url!r} is not the address of a service, such as {URL}")
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=100)
     return {"base_url": base_url, "headers": headers, "limits": limits, "verify": tls()}

@@ -166,7 +166,8 @@ def _cut_json(body: Buffer, returns: Encoding) -> Cut:
     except msgspec.ValidationError as error:
         raise MalformedBody(f'{str(error)[:500]}; send {{"inputs": [item, ...], "parameters": {{...}}}}') from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise MalformedBody(str(error)) from error
+        packed = bytes(body[:2]) == b"\x1f\x8b"
+        raise MalformedBody("it is gzip, which Content-Encoding must say" if packed else str(error)) from error
     except RecursionError as error:
         raise MalformedBody("the body is nested too deep") from error
     parameters = msgspec.json.encode(parsed.parameters, order="sorted") if parsed.parameters else b""

@@ -41,6 +41,7 @@ class Connection(HttpToolsProtocol):
         self._whole = False  # the latest request has come with all of its body
         self._refused = False
         self._replay = False  # the parser is fed a head that is not the client's
+        self._running: RequestResponseCycle | None = None  # the request in work; `cycle` is the latest
         self._deadline: asyncio.TimerHandle | None = None  # of the head, later of a refused client
         self._stall: asyncio.TimerHandle | None = None
 
@@ -56,8 +57,13 @@ class Connection(HttpToolsProtocol):
             self._deadline = self.loop.call_later(self._limits.head_time, self._head_is_late)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self.cycle is not None and HANG_UP in self.cycle.scope:
-            cast("dict[str, Any]", self.cycle.scope)[HANG_UP]()
+        running = self._running
+        if running is not None:
+            if HANG_UP in running.scope:
+                cast("dict[str, Any]", running.scope)[HANG_UP]()
+            if not running.response_complete:  # uvicorn tells the latest one only
+                running.disconnected = True
+            running.message_event.set()
         for timer in (self._deadline, self._stall):
             if timer is not None:
                 timer.cancel()
@@ -115,6 +121,10 @@ class Connection(HttpToolsProtocol):
         super().on_headers_complete()
         if any(name == b"content-length" for name, _ in self.headers):
             cast("dict[str, Any]", self.scope)[FILL] = functools.partial(self._fill, self.cycle)
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
 
     def on_body(self, body: bytes) -> None:
         self._beyond = 0
@@ -208,6 +218,13 @@ class Connection(HttpToolsProtocol):
             return
         self._refused = True
         self._cancel_deadline()
+        if self.pipeline:  # the fault is behind requests that came whole: they are answered, and then it closes
+            if self.pipeline[0][0].more_body:
+                self.pipeline.popleft()
+            last = self.pipeline[0][0] if self.pipeline else self._running
+            assert last is not None
+            last.keep_alive = False
+            return
         cycle = self.cycle
         if cycle is not None and not cycle.response_complete:
             if not cycle.more_body:  # it came whole, and this fault came behind it: its answer goes out first

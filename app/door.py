@@ -52,11 +52,11 @@ class Door:
         max_body_bytes: int,
         keys: Collection[bytes] = (),
         open_paths: Collection[str] = OPEN_PATHS,
-        count: Callable[[PhalanxError], None] = lambda _: None,
+        refused: Callable[[PhalanxError, MutableMapping[str, Any]], None] = lambda *_: None,
     ) -> None:
-        """`open_paths` need no key; `count` is called with what the door answers for the app."""
+        """`open_paths` need no key; `refused` is called with what the door answers for the app, and the scope."""
         self.app = app
-        self.count = count
+        self.refused = refused
         self.max_body_bytes = max_body_bytes
         self.keys = tuple(keys)
         self.open_paths = frozenset(open_paths)
@@ -82,7 +82,7 @@ class Door:
             if not isinstance(error, PhalanxError):
                 log.exception("request %s: the front end failed", request_id.decode())
                 error = InternalError("the front end failed; its log has the stack")
-            self.count(error)
+            self.refused(error, scope)
             await visit.refuse(error, scope["path"])
 
     def _admit(self, path: str, headers: dict[bytes, bytes]) -> None:

@@ -81,23 +81,25 @@ def _write(request: Request, request_id: str, returns: Encoding, began: float) -
     size = request.size + len(cut.broken)
     failures = dict(request.failures)
     if size and len(failures) + len(cut.broken) == size:
-        return _all_failed(codecs.by_place(failures, cut), request_id, headers)
+        return _all_failed(request, failures, request_id, headers)
     if returns == "npy" and not failures and not cut.broken:
         body, media = codecs.join_npy(request.spans), codecs.MEDIA_TYPES["npy"]
         status = 200
     else:
         body, media = codecs.join_json(request_id, request.spans, failures, returns, cut), codecs.MEDIA_TYPES["json"]
         if failures and len(failures) + len(cut.broken) == size:  # the last came to light as they took the JSON form
-            return _all_failed(codecs.by_place(failures, cut), request_id, headers)
+            return _all_failed(request, failures, request_id, headers)
         status = 207 if failures or cut.broken else 200
     headers += [(b"content-type", media.encode()), (b"content-length", b"%d" % len(body))]
     return status, headers, body
 
 
-def _all_failed(failures: dict[int, PhalanxError], request_id: str, headers: Fields) -> Answer:
+def _all_failed(request: Request, failed: dict[int, PhalanxError], request_id: str, headers: Fields) -> Answer:
     """No item succeeded: 422 where every failure is the client's, else 500."""
+    failures = codecs.by_place(failed, request.cut)
     errors = list(failures.values())
     worst = next((error for error in errors if error.status != InvalidItem.status), errors[0])
+    request.refused = worst.type
     status, own, body = problem(worst, request_id, errors=codecs.listed(failures))
     return status, headers + own, body
 

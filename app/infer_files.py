@@ -17,10 +17,11 @@ from typing import Any
 import httpx
 import orjson
 
+from app.call import ASK_AGAIN
 from app.client import AsyncClient, RequestError, tls
 from app.results import Results, opened
 from app.sources import Source, source
-from workers.errors import ResultsError, ServiceError, SettingsError
+from workers.errors import DeadlineExceeded, ResultsError, ServiceError, SettingsError
 
 LIVE, PLAIN = 0.2, 5.0  # seconds between two reports, on a terminal and elsewhere
 HELLO_TIMEOUT = 5.0  # seconds
@@ -61,7 +62,7 @@ def run(wanted: Run) -> int:
                 return 130
             except RequestError as error:
                 report.end(f"stopped at {report}")
-                raise ServiceError(f"{error.title}: {error.detail}\nto go on: {_again()}") from error
+                raise ServiceError(f"{error.title}: {error.detail}\n{_hint(error)}") from error
             failures = f": see {output}.errors.jsonl" if results.failed else ""
             report.end(f"{report}{failures}")
             return 1 if results.failed else 0
@@ -176,6 +177,18 @@ def _greet(url: str) -> None:
         raise SettingsError(f"--url is {url!r}: {error}") from None
     except httpx.TransportError as error:
         raise ServiceError(f"there is no service at {url}: {error}") from None
+
+
+def _hint(error: RequestError) -> str:
+    """What to do; to repeat does not cure every refusal."""
+    match error.status:
+        case 401:
+            return "give the service's key with --api-key-file"
+        case 404 | 405:
+            return "--url is the root of a Phalanx: is it one?"
+        case status if status in (*ASK_AGAIN, DeadlineExceeded.status):
+            return f"to go on: {_again()}"
+    return "the results so far stay; with the cause gone, --resume goes on"
 
 
 def _again() -> str:

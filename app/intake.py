@@ -32,7 +32,8 @@ from workers.wire import Buffer
 LONG = 64 * 1024  # bytes of a body from which shared memory is better than a socket, and a thread than the event loop
 REQUEST = "phalanx.request"  # in a scope, until the request is logged
 SMALL = 256  # bytes of an answer that stay as they are
-EXPANDED = 1 << 20  # bytes of a compressed body that are expanded in one go
+WINDOW, EXPANDED = 64 * 1024, 1 << 20  # bytes of a compressed body taken, and at most made of it, in one go
+MEMBERS = 1000  # that a gzip body may have: each costs as much as 100 KB
 GZIP = zlib.MAX_WBITS + 16  # the format (RFC 1952), as zlib names it
 
 T = TypeVar("T")
@@ -56,6 +57,14 @@ class Intake:
         self._tracing = tracing
         self._log = RequestLog() if settings.log_requests else None
 
+    def refused(self, error: PhalanxError, scope: Scope) -> None:
+        """What the door answers before or for a route: counted, and a line in the log."""
+        self._metrics.refused(error)
+        if self._log is not None:
+            now = time.monotonic()
+            request_id = scope["state"]["request_id"]
+            self._log.write(Entry(request_id, scope["path"], error.status, error.type, 0, 0, now, now, None, None))
+
     def close(self) -> None:
         """Write what of the log is not written."""
         if self._log is not None:
@@ -76,7 +85,7 @@ class Intake:
         began = time.monotonic()
         hold = self._dispatcher.account.open()
         trace = self._tracing.begin(scope["path"], self._traceparent(scope["headers"]))
-        status, failed, sent, size_in = CLIENT_GONE, None, 0, 0
+        status, failed, sent, size_in, request = CLIENT_GONE, None, 0, 0, None
         try:
             try:
                 status, fields, body = await answer(scope, receive, hold, began)
@@ -84,6 +93,10 @@ class Intake:
                 error.__traceback__ = None  # it would keep the body until the next full garbage collection
                 status, fields, body = refuse(error, scope["state"]["request_id"])
                 failed = error.type
+                self._metrics.rejected.labels(failed).inc()
+            request = scope.pop(REQUEST, None)
+            if request is not None and request.refused is not None:
+                failed = request.refused
                 self._metrics.rejected.labels(failed).inc()
             size_in = hold.bytes
             self._metrics.requests.labels(status).inc()
@@ -114,18 +127,18 @@ class Intake:
             status, failed = InternalError.status, InternalError.type
             raise
         finally:
+            hold.release()
             ended = time.monotonic()
             self._metrics.request_seconds.observe(ended - began)
             self._metrics.request_bytes.inc(size_in)
             self._metrics.response_bytes.inc(sent)
-            request, request_id = scope.pop(REQUEST, None), scope["state"]["request_id"]
+            request, request_id = request or scope.pop(REQUEST, None), scope["state"]["request_id"]
             trace_id = trace and trace.trace_id
             entry = Entry(request_id, scope["path"], status, failed, size_in, sent, began, ended, request, trace_id)
             if self._log is not None:
                 self._log.write(entry)
             if trace is not None:
                 self._tracing.end(trace, entry)
-            hold.release()
 
     @staticmethod
     def _traceparent(headers: Fields) -> bytes | None:
@@ -231,30 +244,33 @@ class Intake:
                 return b"".join(chunks) if len(chunks) != 1 else chunks[0]
 
     async def _expand(self, body: Buffer, hold: Hold) -> bytes:
-        """What a gzip body holds, all members of it. TooLarge as soon as it is more than a body may be."""
-        pieces: list[bytes] = []
-        size = 0
+        expanded = await self.aside(body, _expanded, memoryview(body), self._settings.max_body_bytes)
+        hold.take_bytes(len(expanded))
+        return expanded
+
+
+def _expanded(body: memoryview, limit: int) -> bytes:
+    """What a gzip body holds. MalformedBody; TooLarge as soon as it is more than `limit` bytes."""
+    pieces: list[bytes] = []
+    at, size = 0, 0
+    for _ in range(MEMBERS):
         member = zlib.decompressobj(GZIP)
-        rest: Buffer = body
         while not member.eof:
+            window = body[at : at + WINDOW]  # what is not used of it is copied
             try:
-                if len(body) < LONG:
-                    piece = member.decompress(rest, EXPANDED)
-                else:  # zlib lets go of the GIL
-                    piece = await asyncio.to_thread(member.decompress, rest, EXPANDED)
+                piece = member.decompress(window, EXPANDED)
             except zlib.error as error:
                 raise MalformedBody(f"the body is not what gzip writes: {error}") from error
+            at += len(window) - len(member.unused_data) - len(member.unconsumed_tail)
             size += len(piece)
-            if size > self._settings.max_body_bytes:
-                raise TooLarge(f"the expanded body is over the limit of {self._settings.max_body_bytes} bytes")
-            hold.take_bytes(len(piece))
-            pieces.append(piece)
-            rest = member.unconsumed_tail
-            if member.eof and member.unused_data:
-                rest, member = member.unused_data, zlib.decompressobj(GZIP)
-            elif not rest and not piece and not member.eof:
+            if size > limit:
+                raise TooLarge(f"the expanded body is over the limit of {limit} bytes")
+            if not window and not piece and not member.eof:
                 raise MalformedBody("the gzip body ends too early")
-        return b"".join(pieces)
+            pieces.append(piece)
+        if at == len(body):
+            return b"".join(pieces)
+    raise MalformedBody(f"the gzip body has more than {MEMBERS} members")
 
 
 def timing(request: Request, began: float) -> bytes:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import datetime
+import json
+import re
 import sys
 import time
 from contextlib import suppress
@@ -14,6 +16,7 @@ import orjson
 from app.steps import Request
 
 FLUSH = 0.1  # seconds for which lines are gathered: a write a line would cost more than the line
+LEFT_OUT = "time", "message"  # of the words of a line on a terminal
 CLIENT_GONE = 499  # where there is nobody to send a status to
 
 
@@ -45,7 +48,7 @@ class RequestLog:
             asyncio.get_running_loop().call_later(FLUSH, self.flush)
         members = _members(entry)
         if self._terminal:
-            words = " ".join(f"{name}={value}" for name, value in members.items() if name not in ("time", "message"))
+            words = " ".join(f"{name}={_word(value)}" for name, value in members.items() if name not in LEFT_OUT)
             self._lines.append(f"{members['time']} {words}\n")
         else:
             self._lines.append(orjson.dumps(members).decode() + "\n")
@@ -83,6 +86,12 @@ def _members(entry: Entry) -> dict[str, object]:
     if entry.trace_id is not None:
         members["trace_id"] = entry.trace_id
     return members
+
+
+def _word(value: object) -> str:
+    """What clients wrote, as one word, and without what a terminal would take for commands."""
+    text = str(value)
+    return text if re.fullmatch(r"[!#-~]+", text) else json.dumps(text)
 
 
 def _ms(seconds: float) -> float:

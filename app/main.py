@@ -73,15 +73,15 @@ def create_app(settings: Settings, on_ready: Callable[[Group], None] | None = No
         redirect_slashes=False,
     )
     app.state.dispatcher = dispatcher
+    intake = Intake(settings, dispatcher, metrics, tracing)
     files = page.routes()
     door = functools.partial(
         Door,
         max_body_bytes=settings.max_body_bytes,
         keys=settings.api_keys(),
         open_paths=OPEN_PATHS | {route.path for route in files},
-        count=metrics.refused,
+        refused=intake.refused,
     )
-    intake = Intake(settings, dispatcher, metrics, tracing)
     infer, protocol = Infer(intake, settings.max_items), v2.V2(intake, dispatcher)
     app.infer, app.v2 = door(infer), door(protocol)
     hot: dict[str, App] = {"/infer": infer, **dict.fromkeys(v2.OPENAPI, protocol)}

@@ -114,19 +114,19 @@ def _parts(body: bytes, boundary: bytes, max_items: int) -> list[_Part]:
         nonlocal ended
         ended = True
 
-    parser = MultipartParser(
-        boundary,
-        {
-            "on_part_begin": begin,
-            "on_header_field": name,
-            "on_header_value": value,
-            "on_header_end": header_end,
-            "on_headers_finished": headers_finished,
-            "on_part_data": data,
-            "on_end": end,
-        },
-    )
     try:
+        parser = MultipartParser(
+            boundary,
+            {
+                "on_part_begin": begin,
+                "on_header_field": name,
+                "on_header_value": value,
+                "on_header_end": header_end,
+                "on_headers_finished": headers_finished,
+                "on_part_data": data,
+                "on_end": end,
+            },
+        )
         parser.write(body)
     except FormParserError as error:
         raise MalformedBody(f"the multipart body cannot be read: {str(error)[:200]}") from error

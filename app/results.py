@@ -40,12 +40,14 @@ class Results:
     def recover(self) -> None:
         """Finds what is done, and cuts off what is torn. SettingsError: this is something else."""
         self._file.truncate(self._whole_items())
+        if self.done > self._total:
+            raise SettingsError(f"{self._file.name} was changed: it has {self.done} results of {self._total} items")
         self._file.seek(0, os.SEEK_END)
         if self._errors_path.exists():
             end = 0
             with self._errors_path.open("rb+") as file:
                 for line in file:
-                    if not line.endswith(b"\n") or orjson.loads(line)["index"] >= self.done:
+                    if not line.endswith(b"\n") or _index(line, self._errors_path) >= self.done:
                         break
                     self.failed += 1
                     end += len(line)
@@ -170,7 +172,7 @@ def opened(path: Path, mark: Mapping[str, Any], total: int, *, resume: bool, for
         begun = os.fstat(file.fileno()).st_size > 0
         if begun and not (resume or force):
             raise SettingsError(f"{path} exists: --resume goes on with it, --force begins it anew")
-        if begun and resume and (not run.exists() or orjson.loads(run.read_bytes()) != mark):
+        if begun and resume and (not run.exists() or _loaded(run) != mark):
             raise SettingsError(f"{path} is of other inputs, other parameters or no run: --force begins it anew")
         if force:
             file.truncate(0)
@@ -188,3 +190,17 @@ def opened(path: Path, mark: Mapping[str, Any], total: int, *, resume: bool, for
             if results.done < total and not path.stat().st_size:  # it says nothing
                 for one in (path, run, errors):
                     one.unlink(missing_ok=True)
+
+
+def _index(line: bytes, path: Path) -> int:
+    try:
+        return int(orjson.loads(line)["index"])
+    except (ValueError, KeyError, TypeError):
+        raise SettingsError(f"{path} was changed: {line[:100]!r} is no failure") from None
+
+
+def _loaded(path: Path) -> object:
+    try:
+        return orjson.loads(path.read_bytes())
+    except ValueError:
+        raise SettingsError(f"{path} was changed: it is not JSON") from None

@@ -36,6 +36,7 @@ class Request(Job):
     id: str = field(kw_only=True)
     future: asyncio.Future[None] = field(kw_only=True)
     timer: asyncio.TimerHandle | None = None
+    refused: str | None = None  # the error's type, where no item has a result and that is the answer
     progress: asyncio.Event | None = None  # set with every news of it, for an answer that is written bit by bit
     answered: int = 0
     spans: list[Span] = field(default_factory=list)

@@ -112,12 +112,14 @@ class V2:
                 if output is None:
                     datatype, row = known or ("FP32", ())
                     return request, Output(datatype, (0, *(max(size, 0) for size in row)), [])
-                self._learn(model, output)
+                if not cut.form.parameters:
+                    self._learn(model, output)
                 return request, output
         form = cut.form
         request = _whole(await results(Cut(cut.items, Form(form.accepts, "json", form.parameters, form.row))))
         output = tensors.texts(request.spans)
-        self._learn(model, output)
+        if not form.parameters:
+            self._learn(model, output)
         return request, output
 
     async def _run_example(self, model: ModelInfo, example: bytes) -> None:
@@ -139,7 +141,10 @@ class V2:
         return None if self._seen is None or self._seen[0] is not model else self._seen[1:]
 
     def _learn(self, model: ModelInfo, output: Output) -> None:
-        """The first answer decides, so that an odd one changes nothing for others, but for sizes that vary."""
+        """The first answer decides, so that an odd one changes nothing for others, but for sizes that vary.
+
+        Parameters may make it odd: such an answer tells of no other.
+        """
         known, row = self._known(model), output.shape[1:]
         if known is None:
             self._seen = model, output.datatype, row

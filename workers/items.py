@@ -107,8 +107,8 @@ def _values(raws: list[memoryview]) -> Decoded:
         try:
             values.append(value(raw))
             index.append(i)
-        except PhalanxError as error:
-            failures[i] = error
+        except PhalanxError as error:  # of this item alone, whatever it is called elsewhere
+            failures[i] = InvalidItem(error.detail)
     return Decoded(values, index, failures)
 
 
@@ -145,7 +145,7 @@ def _numbers(frame: Buffer, raws: list[memoryview], spec: TensorSpec) -> Decoded
             arrays.append(_explain(raw, spec) if array is None else array)
             index.append(i)
         except PhalanxError as error:
-            failures[i] = error
+            failures[i] = InvalidItem(error.detail)
     return _stacked(arrays, index, failures, spec)
 
 

@@ -85,7 +85,7 @@ def readiness(run_dir: Path, group: str = "0") -> tuple[bool, str]:
     """
     epochs = _epochs(run_dir, group)
     if not epochs:
-        return False, f"group {group} has had no epoch in {run_dir}"
+        return False, f"no ranks have run in {run_dir}: give the --port or --run-dir that the service was started with"
     epoch = max(epochs)
     directory = epochs[epoch]
     said, all_well = [f"group {group}, epoch {epoch}"], True

@@ -1,4 +1,4 @@
-// A file as the body of a request: .npy as it is, an image as the array that the model takes; it sends nothing.
+// A file as the body of a request: .npy as it is, an image as the array that the model takes, else as a file.
 
 import { bytes } from "./dom.js";
 
@@ -9,6 +9,11 @@ const MOST = 4e6; // numbers: more are better sent as .npy
 export async function toBody(file, model) {
   if (file.name.toLowerCase().endsWith(".npy")) {
     return { body: file, type: "application/x-npy", note: `${file.name}, ${bytes(file.size)}` };
+  }
+  if (!model.inputs) {
+    const body = new FormData(); // the browser gives it its Content-Type, with the boundary
+    body.append("file", file);
+    return { body, type: null, note: `${file.name}, ${bytes(file.size)}, as a file` };
   }
   if (!file.type.startsWith("image/")) throw new Error(`${file.name} is neither an .npy file nor an image.`);
   const form = layout(model);
@@ -39,7 +44,6 @@ export async function toBody(file, model) {
 
 /** Where the channels stand in the model's TensorSpec, and its size; a null there is the image's own. */
 function layout({ inputs, name }) {
-  if (!inputs) throw new Error(`${name} has no TensorSpec, which would say how it takes an image.`);
   const [a, b, c] = inputs.shape;
   if (inputs.shape.length === 3 && CHANNELS.includes(a)) return { first: true, channels: a, height: b, width: c };
   if (inputs.shape.length === 3 && CHANNELS.includes(c)) return { first: false, channels: c, height: a, width: b };

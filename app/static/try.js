@@ -24,13 +24,20 @@ export function offer(wanted) {
   $("draw").hidden = !digits;
   $("json").open = !digits || $("json").open;
   if ([example, ""].includes($("body").value)) {
-    example = JSON.stringify({ inputs: model.example === null ? [] : [model.example] });
+    const item = model.example ?? zeros(model.inputs?.shape ?? [null]);
+    example = JSON.stringify({ inputs: item === null ? [] : [item] });
     $("body").value = example;
   }
   const { inputs } = model;
-  const takes = inputs ? `${inputs.dtype} [${inputs.shape.map((size) => size ?? "any").join(", ")}]` : "any JSON";
+  const takes = inputs ? `${inputs.dtype} [${inputs.shape.map((size) => size ?? "any").join(", ")}]` : "any JSON, or a file";
   const without = model.example === null ? " The model has no example." : "";
   $("takes").textContent = `An item of ${model.name} is ${takes}.${without}`;
+}
+
+/** An item of that shape, or null where a size is not fixed. */
+function zeros([size, ...rest]) {
+  if (size === undefined) return 0;
+  return size === null || rest.includes(null) || size > 4096 ? null : new Array(size).fill(zeros(rest));
 }
 
 const pad = new Pad($("pad"), (numbers) => read([numbers]));
@@ -68,6 +75,7 @@ async function choose(file) {
   if (!file) return;
   try {
     choice(await toBody(file, model));
+    $("answer").hidden = true; // it is of something else
   } catch (error) {
     choice(null);
     showProblem("The file cannot be sent", error.message);
@@ -106,7 +114,7 @@ async function send({ body, type, pictures }) {
   $("answer").setAttribute("aria-busy", "true");
   const began = performance.now();
   try {
-    const headers = { "Content-Type": type, Accept: "application/json" };
+    const headers = { Accept: "application/json", ...(type && { "Content-Type": type }) };
     const answer = await ask("infer", { method: "POST", body, headers, signal: mine.signal });
     const value = await answer.json();
     showAnswer(answer, value, performance.now() - began, pictures);
@@ -137,7 +145,8 @@ function showAnswer(answer, value, took, pictures) {
   const ranks = runs(answer.headers.get("X-Phalanx-Ranks") ?? "", outputs.length);
   const names = [...new Set(ranks.map(({ name }) => name))];
   const count = outputs.length === 1 ? "1 item" : `${number(outputs.length)} items`;
-  const title = `${count} by ${names.length > 4 ? `${names.length} ranks` : names.join(", ")}`;
+  const by = names.length > 4 ? `${names.length} ranks` : names.join(", ");
+  const title = names.length ? `${count} by ${by}` : count;
   $("answer").hidden = false;
   const parts = [make("h2", {}, title)];
   if (pictures && outputs.length === 1 && outputs[0]) {
