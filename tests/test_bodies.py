@@ -77,6 +77,13 @@ def test_a_line_that_is_not_json_fails_alone(obedient: Service) -> None:
     assert "not JSON" in errors[1]["detail"]
 
 
+def test_a_line_that_is_nested_too_deep_fails_alone(obedient: Service) -> None:
+    for depth in (70, 2000):
+        found = answers(post_lines(obedient, b"1\n" + b"[" * depth + b"]" * depth + b"\n3\n"))
+        assert [one.get("output") for one in found] == [1, None, 3]
+        assert found[1]["error"]["type"] == "invalid-item"
+
+
 def test_lines_of_numbers_do_not_bleed_into_their_neighbours(double: Service) -> None:
     body = b"[1,2,3]\n[4,5\n6],[7,8,9]\n[0,0,1]\n"
     found = answers(post_lines(double, body))
@@ -210,6 +217,13 @@ def test_too_many_files_are_413(obedient: Service) -> None:
     assert (answer.status_code, answer.json()["type"]) == (413, "urn:phalanx:error:too-large")
 
 
+def test_a_boundary_that_is_too_long_is_400(obedient: Service) -> None:
+    answer = obedient.client.post(
+        "/infer", content=b"--x", headers={"content-type": f"multipart/form-data; boundary={'b' * 300}"}
+    )
+    assert (answer.status_code, answer.json()["type"]) == (400, "urn:phalanx:error:malformed-body")
+
+
 # ---- compressed bodies
 
 
@@ -247,6 +261,14 @@ def test_a_small_body_that_grows_beyond_the_limit_is_413_before_it_is_expanded(d
     assert (answer.status_code, answer.json()["type"]) == (413, "urn:phalanx:error:too-large")
     assert "expanded" in answer.json()["detail"]
     until(lambda: double.info()["queue"]["bytes"] == 0)
+
+
+def test_a_body_of_very_many_members_is_refused_soon(double: Service) -> None:
+    answer = double.client.post(
+        "/infer", content=gzip.compress(b"") * 50_000, headers=JSON | {"content-encoding": "gzip"}, timeout=5
+    )
+    assert (answer.status_code, answer.json()["type"]) == (400, "urn:phalanx:error:malformed-body")
+    assert "members" in answer.json()["detail"]
 
 
 def test_who_sends_gzip_and_takes_it_gets_it(double: Service) -> None:

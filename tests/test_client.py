@@ -391,3 +391,15 @@ def test_files_reach_a_real_model_with_their_names_and_parameters(obedient: Serv
     with Client(str(obedient.client.base_url), chunk_items=2) as client:
         found = client.infer([File("né.png", b"1"), path, File("third", b"")], parameters={"sleep": 0})
     assert [(one["name"], one["size"]) for one in found] == [("né.png", 1), ("second.bin", 7), ("third", 0)]
+
+
+def test_nan_is_refused_and_not_sent_as_null(told: Stub) -> None:
+    with client(told) as phalanx:
+        outputs, errors = phalanx.outcomes([1, float("nan"), {"a": [np.float32("inf")]}, None])
+        assert outputs == [1, None, None, None]
+        assert sorted(errors) == [1, 2]
+        assert "NaN" in errors[1].detail
+        with pytest.raises(ValueError, match="NaN"):
+            phalanx.infer([1], parameters={"sleep": float("nan")})
+    with pytest.raises(ValueError, match="not the address"):
+        Client("127.0.0.1:8000")

@@ -209,7 +209,7 @@ def test_a_refused_run_ends_with_69_and_can_go_on(told: Stub, tmp_path: Path, ca
     said = capsys.readouterr().err
     assert "stopped at 1/3 items" in said
     assert "The unauthorized: why" in said
-    assert "to go on: phalanx " in said
+    assert "give the service's key with --api-key-file" in said
     assert infer(told, path, "--resume", *one_by_one) == 0
     assert [line["output"] for line in lines(tmp_path / "items.results.jsonl")] == [1, 2, 3]
     assert [seen.items for seen in told.seen] == [[1], [2], [2], [3]]

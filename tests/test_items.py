@@ -18,7 +18,7 @@ import torch
 from hypothesis import example, given, settings
 
 from workers import items
-from workers.errors import InvalidItem, MalformedBody, NonFiniteResult, NotAcceptable, PhalanxError, UnencodableResult
+from workers.errors import InvalidItem, NonFiniteResult, NotAcceptable, PhalanxError, UnencodableResult
 from workers.items import Decoded
 from workers.model import TensorSpec
 from workers.wire import Encoding, Form
@@ -293,20 +293,11 @@ def test_without_a_spec_items_are_the_values_of_their_json(values: list[Any], in
     assert got.failures == {}
 
 
-@pytest.mark.parametrize(
-    ("text", "kind"),
-    [
-        ('"\\ud800"', MalformedBody),
-        ('"\\x"', MalformedBody),
-        ("nul", MalformedBody),
-        ("1e400", InvalidItem),
-        ("9" * 5000, InvalidItem),
-    ],
-)
+@pytest.mark.parametrize("text", ['"\\ud800"', '"\\x"', "nul", "1e400", "9" * 5000])
 @pytest.mark.parametrize("spec", [None, TensorSpec("float32", (1,))])
-def test_what_is_no_json_value_fails_alone(text: str, kind: type[PhalanxError], spec: TensorSpec | None) -> None:
+def test_what_is_no_json_value_fails_alone(text: str, spec: TensorSpec | None) -> None:
     error = why(text, spec)
-    assert isinstance(error, kind)
+    assert isinstance(error, InvalidItem)
     assert error.detail
 
 
@@ -318,9 +309,9 @@ def nested(opening: str, depth: int) -> str:
 @pytest.mark.parametrize("spec", [None, TensorSpec("float32", (1,))])
 @pytest.mark.parametrize("depth", [65, 300, 1100, 100_000])
 @pytest.mark.parametrize("opening", ["[", '{"a":'])
-def test_an_item_nested_deeper_than_64_is_malformed(opening: str, depth: int, spec: TensorSpec | None) -> None:
+def test_an_item_nested_deeper_than_64_fails_alone(opening: str, depth: int, spec: TensorSpec | None) -> None:
     error = why(nested(opening, depth), spec)
-    assert isinstance(error, MalformedBody)
+    assert isinstance(error, InvalidItem)
     assert "64" in error.detail
 
 

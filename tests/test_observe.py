@@ -53,6 +53,16 @@ def test_a_refused_request_is_a_line_with_its_error(obedient: Service) -> None:
     )
     found = line(obedient, "refused")
     assert (found["status"], found["error"]) == (400, "malformed-body")
+    headers = {"x-request-id": "encoded", "content-encoding": "br", "content-type": "application/json"}
+    obedient.client.post("/infer", content=b"{}", headers=headers)  # which the door refuses
+    found = line(obedient, "encoded")
+    assert (found["status"], found["error"]) == (415, "unsupported-media-type")
+    before = obedient.metric('phalanx_rejected_requests_total{reason="model-error"}')
+    headers = {"x-request-id": "none succeeded"}
+    obedient.client.post("/infer", json={"inputs": [{"do": "raise"}]}, headers=headers)
+    found = line(obedient, "none succeeded")
+    assert (found["status"], found["error"], found["failed"]) == (500, "model-error", 1)
+    assert obedient.metric('phalanx_rejected_requests_total{reason="model-error"}') == before + 1
     headers = {"x-request-id": "streamed", "accept": "application/x-ndjson"}
     obedient.client.post("/infer", json={"inputs": [1, 2]}, headers=headers)
     assert line(obedient, "streamed")["items"] == 2
@@ -71,14 +81,16 @@ def test_a_terminal_gets_words() -> None:
         terminal = Terminal()
         log = RequestLog(terminal)
         log.write(Entry("r1", "/infer", 503, "draining", 3, 4, 1.0, 1.25, None, TRACE))
+        log.write(Entry("r3 status=200", "/v2/\x1b]0;x\n2026", 404, None, 3, 4, 1.0, 1.25, None, None))
         log.write(Entry("r2", "/infer", 200, None, 3, 4, 1.0, 1.25, None, None))
         log.flush()
         return terminal.getvalue()
 
-    first, second = asyncio.run(write()).splitlines()
+    first, forged, second = asyncio.run(write()).splitlines()
     assert first.endswith(
         f" request_id=r1 path=/infer status=503 error=draining total_ms=250.0 bytes_in=3 bytes_out=4 trace_id={TRACE}"
     )
+    assert r' request_id="r3 status=200" path="/v2/\u001b]0;x\n2026" status=404 ' in forged
     assert " request_id=r2 " in second
 
 

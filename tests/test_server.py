@@ -232,6 +232,40 @@ def test_a_refused_client_that_goes_on_sending_still_reads_its_answer(usual: Con
     assert answer(client).startswith(b"HTTP/1.1 400 ")
 
 
+BROKEN = b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n5\r\nhello\r\nZZZ\r\n"
+
+
+def slow(go: threading.Event) -> Any:
+    """`hello`, which answers /slow in two pieces, the second when told to."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if scope.get("path") != "/slow":
+            await hello(scope, receive, send)
+            return
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"first", "more_body": True})
+        await asyncio.to_thread(go.wait)
+        await send({"type": "http.response.body", "body": b"second"})
+
+    return app
+
+
+@pytest.mark.parametrize("between", [b"", GET])
+def test_a_fault_behind_a_request_in_work_takes_nothing_from_its_answer(between: bytes) -> None:
+    go = threading.Event()
+    with serving(slow(go)) as connect:
+        client = connect()
+        client.sendall(GET.replace(b"GET /", b"GET /slow"))
+        assert b"first" in client.recv(65536)
+        client.sendall(between + BROKEN)
+        time.sleep(0.1)  # for the fault to be seen: were it answered at once, it would be here
+        go.set()
+        got = answer(client)
+        assert got.startswith(b"6\r\nsecond\r\n0\r\n\r\n")
+        assert got.count(b"HTTP/1.1 200") == bool(between)
+        assert b"400" not in got
+
+
 def test_a_broken_chunk_is_400_and_the_app_hears_of_a_disconnect() -> None:
     heard = threading.Event()
 
