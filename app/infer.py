@@ -8,7 +8,7 @@ from itertools import groupby, islice
 from operator import attrgetter
 from typing import Any
 
-from app import codecs, lines, multipart
+from app import codecs, crowd, lines, multipart
 from app.batcher import Hold
 from app.door import Receive, Send
 from app.intake import Answer, Fields, Intake, timing
@@ -43,6 +43,8 @@ class Infer:
         elif media == "ndjson":
             cut = await self._intake.aside(body, codecs.cut_lines, bytes(body), returns, self._max_items)
         else:
+            if media == "json" and crowd.may_be_crowded(body):
+                await self._intake.aside(body, crowd.check, body, self._max_items)
             cut = codecs.cut(body, media, returns, block)
         if wanted == "ndjson":
             return await self._stream(scope, cut, hold, deadline)

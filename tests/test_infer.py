@@ -109,6 +109,12 @@ def test_bodies_that_a_small_ring_has_and_has_no_room_for_are_answered_alike_eve
     assert not ring.exists()
 
 
+def test_a_body_of_millions_of_items_is_refused_before_they_are_made(obedient: Service) -> None:
+    answer = post(obedient, b'{"inputs":[' + b"0," * (2 << 20) + b"0]}")
+    assert (answer.status_code, answer.json()["type"]) == (413, "urn:phalanx:error:too-large")
+    assert "more than the limit of 10000 items" in answer.json()["detail"]
+
+
 def test_json_and_npy_give_the_same_numbers(double: Service) -> None:
     array = np.random.default_rng(0).normal(size=(37, 3)).astype(np.float32)
     as_npy = double.client.post("/infer", content=npy(array), headers=NPY)
