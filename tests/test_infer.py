@@ -284,7 +284,6 @@ def test_an_item_that_the_model_does_not_take_is_422_with_the_reason(digits: Ser
         b'{"input": [1]}',
         b'{"inputs": {"a": 1}}',
         b"[1, 2]",
-        b'{"inputs": [' + b"[" * 65 + b"]" * 65 + b"]}",
         b'{"inputs": [' + b"[" * 100_000 + b"]" * 100_000 + b"]}",
     ],
 )

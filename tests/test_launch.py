@@ -321,6 +321,7 @@ def test_what_the_ranks_leave_behind_is_reaped_while_they_run(launched: Launch) 
 # --- under the real torchrun -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_torchrun_itself_a_rank_killed_then_a_stop(launched: Launch) -> None:
     launcher = launched("serves", torchrun=True)
     first = launcher.ready(1)

@@ -167,6 +167,7 @@ def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Collector]]:
     server.server_close()
 
 
+@pytest.mark.long
 def test_spans_show_queue_steps_forwards_of_each_rank_and_collect(collector: type[Collector]) -> None:
     with serving("Obedient", ranks=2) as service:
         headers = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
