@@ -217,7 +217,7 @@ class Rows:
         return [self._length] * (stop - start)
 
     def place(self, start: int, stop: int) -> Place | None:
-        if self._block is None:
+        if self._block is None or not self._block.reachable:
             return None
         at = self._block.start + self._at
         return Place(self._block.ring, at + start * self._length, (stop - start) * self._length)

@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from app.codecs import Rows
 from workers.ring import ALIGNMENT, Block, Reader, Ring, open_ring
+from workers.wire import Place
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -63,6 +65,16 @@ def test_a_slice_alone_does_not_hold_a_block_and_the_block_does(tmp_path: Path) 
     del block
     assert ring.take(SIZE) is not None
     del view
+
+
+def test_items_of_a_ring_whose_file_was_removed_go_through_the_socket(tmp_path: Path) -> None:
+    ring = open_ring(tmp_path, "a", SIZE)
+    block = ring.take(100)
+    assert block is not None
+    rows = Rows(block.view, 10, 10, block, 0)
+    assert rows.place(2, 4) == Place("ring-a", block.start + 20, 20)
+    (tmp_path / "ring-a").unlink()
+    assert rows.place(2, 4) is None
 
 
 def test_a_full_tmpfs_is_no_signal_but_no_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,11 @@ class Block:
         self.start = start
         self.view = ring.memory[start : start + size]
 
+    @property
+    def reachable(self) -> bool:
+        """Whether a rank that starts now would find it: somebody may have removed the ring's file."""
+        return self._owner.linked
+
     def __del__(self) -> None:
         self._owner.give_back(self.start, self._stop)
 
@@ -47,6 +52,10 @@ class Ring:
         self.memory = memoryview(mmap.mmap(self._fd, size))
         self._claimed = 0
         self._holes = [(0, size)]  # in order, no two adjacent
+
+    @property
+    def linked(self) -> bool:
+        return os.fstat(self._fd).st_nlink > 0
 
     def take(self, size: int) -> Block | None:
         """A block of `size` bytes, or None: the ring is full, or the tmpfs is."""
