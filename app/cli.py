@@ -51,6 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "model", nargs="?" if verb != "check" else None, default=argparse.SUPPRESS, metavar="MODEL"
             )
         add_flags(sub, [name for name in Settings.model_fields if name != "model" or verb in ("app", "status")])
+    text = "make the key that the hosts of a cluster share"
+    key = verbs.add_parser("key", help=text, description=text)
+    key.add_argument("file", type=Path, metavar="FILE", help="a new file, which only its owner can read")
     text = "send files of items to a running service, write the results in order"
     _add_infer_flags(verbs.add_parser("infer", help=text, description=text))
     flags = vars(parser.parse_args(argv))
@@ -58,6 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if verb == "infer":
             return _infer(flags)
+        if verb == "key":
+            return _key(**flags)
         settings = load(flags)
         logging.basicConfig(
             stream=sys.stdout,
@@ -136,6 +141,13 @@ def _infer(flags: dict[str, Any]) -> int:
         return infer_files.run(infer_files.Run(**flags))
     except KeyboardInterrupt:  # before there was anything to keep
         return 128 + signal.SIGINT
+
+
+def _key(file: Path) -> int:
+    from workers.curve import ClusterKey
+
+    ClusterKey.create(file)
+    return 0
 
 
 # ---- what they need

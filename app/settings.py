@@ -15,7 +15,7 @@ from pydantic import BeforeValidator, ByteSize, Field, ValidationError, Validati
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
-from workers.errors import SettingsError
+from workers.errors import SettingsError, StartError
 
 log = logging.getLogger("app")
 
@@ -86,6 +86,9 @@ class Settings(BaseSettings):
     api_keys_file: Path | None = Field(
         None, description="File of API keys, one a line, `#` for comments; unset: no key is asked for."
     )
+    cluster_key_file: Path | None = Field(
+        None, description="File of the key that the hosts of a cluster share; `phalanx key FILE` makes one."
+    )
     log_requests: bool = Field(
         True, description="Whether each request is a line on standard output, JSON unless that is a terminal."
     )
@@ -129,11 +132,23 @@ class Settings(BaseSettings):
     def _auto(cls, value: object) -> object:
         return None if value == "auto" else value  # a compose file can give a variable a value, but not take it away
 
-    @field_validator("run_dir", "api_keys_file", mode="before")
+    @field_validator("run_dir", "api_keys_file", "cluster_key_file", mode="before")
     @classmethod
     def _not_blank(cls, value: object) -> object:
         if value == "":  # Path("") is the current folder; and no keys by accident would be an open door
             raise ValueError("a path")
+        return value
+
+    @field_validator("cluster_key_file")
+    @classmethod
+    def _holds_the_key(cls, value: Path | None) -> Path | None:
+        if value is not None:
+            from workers.curve import ClusterKey  # only who has several hosts needs ZeroMQ for it
+
+            try:
+                ClusterKey.read(value)
+            except StartError as error:
+                raise ValueError(f"a file that `phalanx key FILE` made: {error}") from None
         return value
 
     @field_validator("api_keys_file")
