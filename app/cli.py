@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app.settings import Settings, add_flags, environ, load
+from app.settings import Settings, add_flags, endpoint, environ, load
 from workers import launch
 from workers.errors import StartError
 
@@ -80,6 +80,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _serve(settings: Settings) -> int:
     """A tiny supervisor of two siblings: the front end, and the launcher of the group. It restarts neither."""
+    if settings.node_rank:
+        raise StartError("the front end is beside node 0; the other hosts run `phalanx workers` (PHALANX_NODE_RANK)")
     run_dir = settings.run_directory
     launch.prepare_run_dir(run_dir)
     try:
@@ -131,7 +133,7 @@ def _status(settings: Settings) -> int:
 def _check(settings: Settings) -> int:
     """One epoch in a run directory of its own; the ranks print what came out."""
     with tempfile.TemporaryDirectory(prefix="phalanx-check-", dir="/dev/shm") as folder:
-        return launch.check(_group(settings.model_copy(update={"run_dir": Path(folder)})))
+        return launch.check(_group(settings.model_copy(update={"run_dir": Path(folder), "nnodes": 1})))
 
 
 def _infer(flags: dict[str, Any]) -> int:
@@ -194,6 +196,22 @@ def _group(settings: Settings) -> launch.Group:
         max_restarts=settings.max_restarts,
         drain_timeout=settings.drain_timeout,
         log_level=settings.log_level,
+        hosts=_hosts(settings) if settings.nnodes > 1 else None,
+    )
+
+
+def _hosts(settings: Settings) -> launch.Hosts:
+    assert settings.rdzv_endpoint is not None  # says Settings, with several nodes
+    assert settings.cluster_key_file is not None
+    host, port = endpoint(settings.rdzv_endpoint)
+    return launch.Hosts(
+        nodes=settings.nnodes,
+        node=settings.node_rank,
+        host=host,
+        port=port,
+        key_file=settings.cluster_key_file.absolute(),
+        interface=settings.interface,
+        local_address=settings.local_addr,
     )
 
 

@@ -86,6 +86,17 @@ class Settings(BaseSettings):
     api_keys_file: Path | None = Field(
         None, description="File of API keys, one a line, `#` for comments; unset: no key is asked for."
     )
+    nnodes: Count = Field(1, description="Hosts of the group; with several, each runs `phalanx workers`.")
+    node_rank: int = Field(0, ge=0, description="Which of these hosts this is; 0 has the front end beside it.")
+    rdzv_endpoint: str | None = Field(
+        None, description="HOST:PORT of node 0, at which its launcher waits for those of the other hosts."
+    )
+    interface: str | None = Field(
+        None, min_length=1, description="Network interface between the hosts; unset: the one that leads to node 0."
+    )
+    local_addr: str | None = Field(
+        None, min_length=1, description="This host's address for the others; unset: the interface's."
+    )
     cluster_key_file: Path | None = Field(
         None, description="File of the key that the hosts of a cluster share; `phalanx key FILE` makes one."
     )
@@ -119,6 +130,22 @@ class Settings(BaseSettings):
             raise ValueError(f"at most {_key(queue)}, which is {_shown(info.data[queue])}")
         return value
 
+    @field_validator("rdzv_endpoint")
+    @classmethod
+    def _is_an_endpoint(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value is not None:
+            endpoint(value)
+        elif info.data.get("nnodes", 1) > 1:
+            raise ValueError(f"HOST:PORT of node 0, as {_key('nnodes')} is {info.data['nnodes']}")
+        return value
+
+    @field_validator("node_rank")
+    @classmethod
+    def _is_one_of_the_nodes(cls, value: int, info: ValidationInfo) -> int:
+        if value >= info.data.get("nnodes", value + 1):
+            raise ValueError(f"less than {_key('nnodes')}, which is {info.data['nnodes']}")
+        return value
+
     @field_validator("process_group_timeout")
     @classmethod
     def _outlasts_a_step(cls, value: float, info: ValidationInfo) -> float:
@@ -141,7 +168,9 @@ class Settings(BaseSettings):
 
     @field_validator("cluster_key_file")
     @classmethod
-    def _holds_the_key(cls, value: Path | None) -> Path | None:
+    def _holds_the_key(cls, value: Path | None, info: ValidationInfo) -> Path | None:
+        if value is None and info.data.get("nnodes", 1) > 1:
+            raise ValueError(f"a file that `phalanx key FILE` made, as {_key('nnodes')} is {info.data['nnodes']}")
         if value is not None:
             from workers.curve import ClusterKey  # only who has several hosts needs ZeroMQ for it
 
@@ -237,6 +266,14 @@ def table() -> str:
         default = "unset" if field.default is None else f"`{_shown(field.default)}`"
         rows.append(f"| `{_key(name)}` | `{_flag(name)}` | {default} | {field.description} |")
     return "\n".join(rows) + "\n"
+
+
+def endpoint(text: str) -> tuple[str, int]:
+    """`HOST:PORT`, with an IPv6 address in brackets, as host and port. ValueError where it is none."""
+    match = re.fullmatch(r"(?:\[([0-9a-fA-F:.]+)\]|([^\s:\[\]]+)):(\d{1,5})", text)
+    if match is None or not 0 < int(match[3]) < 65536:
+        raise ValueError("HOST:PORT, such as 10.0.0.1:29500 or [fd00::1]:29500")
+    return match[1] or match[2], int(match[3])
 
 
 def _key(name: str) -> str:

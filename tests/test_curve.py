@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -139,6 +138,6 @@ def test_a_file_that_holds_no_key_is_named(text: str, tmp_path: Path) -> None:
     path.write_text(text)
     with pytest.raises(StartError, match=f"{path} holds no cluster key"):
         ClusterKey.read(path)
-    os.unlink(path)
+    path.unlink()
     with pytest.raises(StartError, match="cannot be read: No such file"):
         ClusterKey.read(path)

@@ -26,7 +26,7 @@ log = logging.getLogger("workers")
 
 DOMAIN = "phalanx"
 QUIET = 10.0  # seconds between two lines of the same refusal: a client tries several times a second
-_FAILED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 
 
 class ClusterKey(NamedTuple):
@@ -98,7 +98,7 @@ class Connections:
 
     def __init__(self, server: zmq.Socket[bytes], name: str) -> None:
         """`name` is what the log calls the server."""
-        self.monitor = server.get_monitor_socket(_FAILED | zmq.EVENT_DISCONNECTED)
+        self.monitor = server.get_monitor_socket(REFUSED | zmq.EVENT_DISCONNECTED)
         self._server = server
         self._name = name
         self._refused = 0  # connections that will be seen to close too
@@ -110,7 +110,7 @@ class Connections:
         with contextlib.suppress(zmq.Again):
             while True:
                 event = zmq.utils.monitor.recv_monitor_message(self.monitor, zmq.NOBLOCK)["event"]
-                if event & _FAILED:
+                if event & REFUSED:
                     self._refused += 1
                     self._tell(event)
                 elif self._refused:
