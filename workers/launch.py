@@ -28,16 +28,18 @@ from typing import Any
 from workers import lifeline, rundir
 from workers.epoch import Death, Epoch, Restarts, cause
 from workers.errors import ModelLoadError, StartError
-from workers.rundir import claim, last_death, prepare_run_dir, readiness
+from workers.rundir import Told, claim, last_deaths, prepare_run_dir, readiness, remove_run_dir
 
 __all__ = [
     "Group",
     "Launcher",
+    "Told",
     "check",
     "claim",
-    "last_death",
+    "last_deaths",
     "prepare_run_dir",
     "readiness",
+    "remove_run_dir",
     "spawn",
     "torchrun_command",
     "visible_gpus",
@@ -59,6 +61,7 @@ class Group:
     run_dir: Path
     ranks: int
     group: str = "0"
+    model_name: str = ""  # what clients call the model by; "": its class's name
     device: str = "auto"
     max_batch_size: int = 0  # 0: the model's own
     step_timeout: float = 60.0
@@ -82,6 +85,7 @@ def torchrun_command(group: Group, epoch: int) -> list[str]:
     }
     rank: dict[str, object] = {
         "--model": group.model,
+        "--model-name": group.model_name,
         "--run-dir": group.run_dir,
         "--group": group.group,
         "--epoch": epoch,

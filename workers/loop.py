@@ -321,7 +321,7 @@ class Rank:
             self.flags.epoch,
             self.world,
             ModelInfo(
-                self.model.name,
+                self.flags.model_name or self.model.name,
                 self.model.max_batch_size,
                 None if spec is None else spec.dtype,
                 None if spec is None else spec.shape,
