@@ -317,7 +317,7 @@ def test_of_several_models_one_is_chosen_and_lanes_say_their_group(browser: Brow
         expect(page.locator('[data-rank="1/0"]')).to_contain_text("Eyes · cpu")
         expect(page.locator("#death")).to_contain_text("Group 2 is away since 2001-02-03T04:05:06+00:00: it slept")
         expect(page.locator("#draw")).to_be_visible()
-        page.get_by_label("Model").select_option("Eyes")
+        page.get_by_label("Model", exact=True).select_option("Eyes")
         expect(page.locator("#draw")).to_be_hidden()
         expect(page.locator("#body")).to_have_value('{"inputs":["iris"]}')
         page.get_by_role("button", name="Send", exact=True).click()
