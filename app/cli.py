@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app.settings import Settings, add_flags, environ, load
+from app.settings import Settings, add_flags, endpoint, environ, load
 from workers import launch
 from workers.errors import StartError
 
@@ -50,6 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "model", nargs="?" if verb != "check" else None, default=argparse.SUPPRESS, metavar="MODEL"
             )
         add_flags(sub, [name for name in Settings.model_fields if name != "model" or verb in ("app", "status")])
+    text = "make the key that the hosts of a cluster share"
+    key = verbs.add_parser("key", help=text, description=text)
+    key.add_argument("file", type=Path, metavar="FILE", help="a new file, which only its owner can read")
     text = "send files of items to a running service, write the results in order"
     _add_infer_flags(verbs.add_parser("infer", help=text, description=text))
     flags = vars(parser.parse_args(argv))
@@ -57,6 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if verb == "infer":
             return _infer(flags)
+        if verb == "key":
+            return _key(**flags)
         settings = load(flags)
         logging.basicConfig(
             stream=sys.stdout,
@@ -74,6 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _serve(settings: Settings) -> int:
     """A tiny supervisor of two siblings: the front end, and the launcher of the group. It restarts neither."""
+    if settings.node_rank:
+        raise StartError("the front end is beside node 0; the other hosts run `phalanx workers` (PHALANX_NODE_RANK)")
     run_dir = settings.run_directory
     launch.prepare_run_dir(run_dir)
     try:
@@ -126,7 +133,7 @@ def _status(settings: Settings) -> int:
 def _check(settings: Settings) -> int:
     """One epoch in a run directory of its own; the ranks print what came out."""
     with tempfile.TemporaryDirectory(prefix="phalanx-check-", dir="/dev/shm") as folder:
-        return launch.check(_group(settings.model_copy(update={"run_dir": Path(folder)})))
+        return launch.check(_group(settings.model_copy(update={"run_dir": Path(folder), "nnodes": 1})))
 
 
 def _infer(flags: dict[str, Any]) -> int:
@@ -136,6 +143,13 @@ def _infer(flags: dict[str, Any]) -> int:
         return infer_files.run(infer_files.Run(**flags))
     except KeyboardInterrupt:  # before there was anything to keep
         return 128 + signal.SIGINT
+
+
+def _key(file: Path) -> int:
+    from workers.curve import ClusterKey
+
+    ClusterKey.create(file)
+    return 0
 
 
 # ---- what they need
@@ -185,6 +199,22 @@ def _group(settings: Settings) -> launch.Group:
         max_restarts=settings.max_restarts,
         drain_timeout=settings.drain_timeout,
         log_level=settings.log_level,
+        hosts=_hosts(settings) if settings.nnodes > 1 else None,
+    )
+
+
+def _hosts(settings: Settings) -> launch.Hosts:
+    assert settings.rdzv_endpoint is not None  # says Settings, with several nodes
+    assert settings.cluster_key_file is not None
+    host, port = endpoint(settings.rdzv_endpoint)
+    return launch.Hosts(
+        nodes=settings.nnodes,
+        node=settings.node_rank,
+        host=host,
+        port=port,
+        key_file=settings.cluster_key_file.absolute(),
+        interface=settings.interface,
+        local_address=settings.local_addr,
     )
 
 

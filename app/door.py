@@ -142,7 +142,7 @@ class _Visit:
             self.answering = True
             self.closing = self.unread
             headers = [*message.get("headers", ()), (b"x-request-id", self._request_id)]
-            if self.closing:
+            if self.closing and (b"connection", b"close") not in headers:
                 headers.append((b"connection", b"close"))
             await self._send({**message, "headers": headers})
         elif self.closing and not message.get("more_body", False):

@@ -87,8 +87,8 @@ def _describe(group: Group) -> dict[str, Any]:
     return {
         "epoch": hello.epoch,
         "ranks": [
-            {"rank": rank, "device": device, "pid": pid}
-            for rank, (device, pid) in enumerate(zip(hello.devices, hello.pids, strict=True))
+            {"rank": rank, "device": device, "host": host, "pid": pid}
+            for rank, (device, host, pid) in enumerate(zip(hello.devices, hello.hosts, hello.pids, strict=True))
         ],
         "model": {
             "name": model.name,

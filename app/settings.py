@@ -15,7 +15,7 @@ from pydantic import BeforeValidator, ByteSize, Field, ValidationError, Validati
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
-from workers.errors import SettingsError
+from workers.errors import SettingsError, StartError
 
 log = logging.getLogger("app")
 
@@ -95,6 +95,20 @@ class Settings(BaseSettings):
     api_keys_file: Path | None = Field(
         None, description="File of API keys, one a line, `#` for comments; unset: no key is asked for."
     )
+    nnodes: Count = Field(1, description="Hosts of the group; with several, each runs `phalanx workers`.")
+    node_rank: int = Field(0, ge=0, description="Which of these hosts this is; 0 has the front end beside it.")
+    rdzv_endpoint: str | None = Field(
+        None, description="HOST:PORT of node 0, at which its launcher waits for those of the other hosts."
+    )
+    interface: str | None = Field(
+        None, min_length=1, description="Network interface between the hosts; unset: the one that leads to node 0."
+    )
+    local_addr: str | None = Field(
+        None, min_length=1, description="This host's address for the others; unset: the interface's."
+    )
+    cluster_key_file: Path | None = Field(
+        None, description="File of the key that the hosts of a cluster share; `phalanx key FILE` makes one."
+    )
     log_requests: bool = Field(
         True, description="Whether each request is a line on standard output, JSON unless that is a terminal."
     )
@@ -128,6 +142,22 @@ class Settings(BaseSettings):
         queue = "queue_items" if info.field_name == "max_items" else "queue_bytes"
         if value > info.data.get(queue, value):
             raise ValueError(f"at most {_key(queue)}, which is {_shown(info.data[queue])}")
+        return value
+
+    @field_validator("rdzv_endpoint")
+    @classmethod
+    def _is_an_endpoint(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value is not None:
+            endpoint(value)
+        elif info.data.get("nnodes", 1) > 1:
+            raise ValueError(f"HOST:PORT of node 0, as {_key('nnodes')} is {info.data['nnodes']}")
+        return value
+
+    @field_validator("node_rank")
+    @classmethod
+    def _is_one_of_the_nodes(cls, value: int, info: ValidationInfo) -> int:
+        if value >= info.data.get("nnodes", value + 1):
+            raise ValueError(f"less than {_key('nnodes')}, which is {info.data['nnodes']}")
         return value
 
     @field_validator("process_group_timeout")
@@ -167,11 +197,25 @@ class Settings(BaseSettings):
                 raise ValueError(f"each name once; {name} is there {names.count(name)} times")
         return value
 
-    @field_validator("run_dir", "api_keys_file", mode="before")
+    @field_validator("run_dir", "api_keys_file", "cluster_key_file", mode="before")
     @classmethod
     def _not_blank(cls, value: object) -> object:
         if value == "":  # Path("") is the current folder; and no keys by accident would be an open door
             raise ValueError("a path")
+        return value
+
+    @field_validator("cluster_key_file")
+    @classmethod
+    def _holds_the_key(cls, value: Path | None, info: ValidationInfo) -> Path | None:
+        if value is None and info.data.get("nnodes", 1) > 1:
+            raise ValueError(f"a file that `phalanx key FILE` made, as {_key('nnodes')} is {info.data['nnodes']}")
+        if value is not None:
+            from workers.curve import ClusterKey  # only who has several hosts needs ZeroMQ for it
+
+            try:
+                ClusterKey.read(value)
+            except StartError as error:
+                raise ValueError(f"a file that `phalanx key FILE` made: {error}") from None
         return value
 
     @field_validator("api_keys_file")
@@ -260,6 +304,14 @@ def table() -> str:
         default = "unset" if field.default is None else f"`{_shown(field.default)}`"
         rows.append(f"| `{_key(name)}` | `{_flag(name)}` | {default} | {field.description} |")
     return "\n".join(rows) + "\n"
+
+
+def endpoint(text: str) -> tuple[str, int]:
+    """`HOST:PORT`, with an IPv6 address in brackets, as host and port. ValueError where it is none."""
+    match = re.fullmatch(r"(?:\[([0-9a-fA-F:.]+)\]|([^\s:\[\]]+)):(\d{1,5})", text)
+    if match is None or not 0 < int(match[3]) < 65536:
+        raise ValueError("HOST:PORT, such as 10.0.0.1:29500 or [fd00::1]:29500")
+    return match[1] or match[2], int(match[3])
 
 
 def _key(name: str) -> str:

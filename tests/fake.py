@@ -69,7 +69,9 @@ class FakeGroup:
         socket.setsockopt(zmq.IDENTITY, f"{self.name}/{self.epoch}".encode())
         socket.setsockopt(zmq.LINGER, 0)
         socket.connect(f"ipc://{self.run_dir}/queue.sock")
-        socket.send_multipart(wire.encode(Hello(wire.WIRE, self.name, self.epoch, 1, self._model, ["cpu"], [1], 0.01)))
+        socket.send_multipart(
+            wire.encode(Hello(wire.WIRE, self.name, self.epoch, 1, self._model, ["cpu"], ["here"], [1], 0.01))
+        )
         while not self._end.is_set():
             while not self._send.empty():
                 socket.send_multipart(self._send.get())

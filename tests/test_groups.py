@@ -89,7 +89,7 @@ def anyio_backend() -> str:
 
 
 def hello(group: str = "0", epoch: int = 1, model: ModelInfo | None = None) -> Hello:
-    return Hello(wire.WIRE, group, epoch, 1, model or info("A"), ["cpu"], [1], 0.0)
+    return Hello(wire.WIRE, group, epoch, 1, model or info("A"), ["cpu"], ["here"], [1], 0.0)
 
 
 def catalog(*listed: str) -> Catalog:

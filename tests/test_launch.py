@@ -457,12 +457,21 @@ def test_a_path_too_long_for_a_socket_is_refused_with_the_number_of_bytes(tmp_pa
 
 
 def test_the_epoch_counter_never_goes_back(tmp_path: Path) -> None:
-    assert rundir.next_epoch(tmp_path, "a")[0] == 1
-    assert rundir.next_epoch(tmp_path, "a-1")[0] == 1  # another group, for all its name
+    assert rundir.next_epoch(tmp_path, "a") == 1
+    rundir.open_epoch(tmp_path, "a", 1)
+    assert rundir.next_epoch(tmp_path, "a-1") == 1  # another group, for all its name
     (tmp_path / "epoch-a").write_text("")
-    assert rundir.next_epoch(tmp_path, "a")[0] == 2
-    rundir.remove(tmp_path / "epochs" / "a-2")
-    assert rundir.next_epoch(tmp_path, "a")[0] == 3
+    assert rundir.next_epoch(tmp_path, "a") == 2
+    rundir.remove(tmp_path / "epochs" / "a-1")
+    assert rundir.next_epoch(tmp_path, "a") == 3
+
+
+def test_the_last_dead_epochs_are_kept_and_of_an_earlier_count_none(tmp_path: Path) -> None:
+    for number in (7, 8, 9, 10, 11):
+        assert not [*rundir.open_epoch(tmp_path, "a", number).iterdir()]
+    assert sorted(path.name for path in (tmp_path / "epochs").iterdir()) == ["a-10", "a-11", "a-8", "a-9"]
+    rundir.open_epoch(tmp_path, "a", 9)
+    assert sorted(path.name for path in (tmp_path / "epochs").iterdir()) == ["a-8", "a-9"]
 
 
 # --- the command -----------------------------------------------------------------------------------------------------

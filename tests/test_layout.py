@@ -16,13 +16,13 @@ MODULES = {
     for path in sorted((ROOT / package).rglob("*.py"))
     if path.name != "__init__.py"
 }
-MAY_IMPORT_OF_WORKERS = {f"workers.{room}" for room in "arrays errors launch memory ring wire".split()}
+MAY_IMPORT_OF_WORKERS = {f"workers.{room}" for room in "arrays curve errors launch memory ring wire".split()}
 TORCH = "agent loop model items forward predict parts collect encode rounds stream models.digits models.train_digits"
 ONLY_IN = {
     "torch": {f"workers.{room}" for room in TORCH.split()},
     "pickle": {"workers.encode"},
     "fastapi": {"app.main", "app.ops", "app.v2"},
-    "zmq": {"app.queue", "workers.queue", "workers.loop"},
+    "zmq": {"app.queue", "workers.curve", "workers.nodes", "workers.queue", "workers.shards", "workers.loop"},
 }
 
 

@@ -98,7 +98,7 @@ def test_equal_limits_do_not_contradict_each_other() -> None:
     load({"max_items": 100, "queue_items": 100, "max_body_bytes": "2MiB", "queue_bytes": "2MiB"})
 
 
-MAY_BE_ZERO = {"port", "max_wait_ms", "max_restarts"}
+MAY_BE_ZERO = {"port", "max_wait_ms", "max_restarts", "node_rank"}
 NUMBERS = [
     name for name, field in Settings.model_fields.items() if re.search("int|float|ByteSize", str(field.annotation))
 ]

@@ -40,8 +40,8 @@ MESSAGES: list[Message] = [
     Result(
         "s", 1, 2, [[4]], [Failure(0, "invalid-item", "é\x00")], [[("<f4", ())]], [RankStats(0, 1, 0.5, 9, 2.5)], 0.25
     ),
-    Hello(wire.WIRE, "0", 3, 2, MODEL, ["cpu", "cuda:1 NVIDIA"], [10, 11], 0.125),
-    Hello(wire.WIRE, "0", 3, 2, ModelInfo("M", 1, None, None, None, False), [], [], 0.0),
+    Hello(wire.WIRE, "0", 3, 2, MODEL, ["cpu", "cuda:1 NVIDIA"], ["a", "b"], [10, 11], 0.125),
+    Hello(wire.WIRE, "0", 3, 2, ModelInfo("M", 1, None, None, None, False), [], [], [], 0.0),
     Leaving(3),
     Goodbye(),
     Ping(),

@@ -10,7 +10,7 @@ import json
 import logging
 import signal
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from workers.errors import ModelLoadError, StartError
@@ -74,7 +74,7 @@ class Epoch:
 
     def look(self, now: float, stop: bool) -> str | None:
         """Take in what is new, and say why torchrun must be killed; None while it need not. `stop` asks it to leave."""
-        if self.ready is None and self._has("ready-0"):
+        if self.ready is None and any(self.directory.glob("ready-*")):
             self.ready = now
             self.log(logging.INFO, "ready after %.1f s", now - self.started)
         dying = any(self.directory.glob("failed-*.json")) or (self.ended and not self._has("leave"))
@@ -96,8 +96,11 @@ class Epoch:
             return f"not ready after {now - self.started:.0f} s"
         return None
 
-    def death(self, now: float, killed_for: str | None, code: int) -> Death | None:
-        """What there is to say of the end, from torchrun's exit code; None if it was an orderly one."""
+    def death(self, now: float, killed_for: str | None, code: int, elsewhere: Death | None = None) -> Death | None:
+        """What there is to say of the end, from torchrun's exit code; None if it was an orderly one.
+
+        `elsewhere` is the end of ranks on another host, if torchrun was killed for that.
+        """
         if code == 0 and self._has("leave"):
             return None
         report = cause(self.directory)
@@ -106,13 +109,15 @@ class Epoch:
             return Death(report.kind, str(report), ready_for)
         if self._has("fenced"):
             return Death("fenced", f"fenced by the front end: {self._text('fenced')}", ready_for)
-        if code < 0 and killed_for is None:
+        if code < 0 and killed_for is None and elsewhere is None:
             return Death("supervisor", f"torchrun died of {signal.Signals(-code).name}", ready_for)
         # torchrun sends SIGTERM to those that are left: that tells of no cause
         telling = (text for text in self.ended.values() if not text.endswith(("SIGTERM", UNSEEN)))
         first = next(telling, None)
         if first is not None:
             return Death("rank", first, ready_for)
+        if elsewhere is not None:
+            return replace(elsewhere, ready_for=ready_for)
         return Death("supervisor", killed_for or f"torchrun exited with {code}, and no rank said why", ready_for)
 
     def post_mortem(self, death: Death) -> str:

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
-import re
 import select
 import signal
 import subprocess
@@ -19,98 +17,41 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
-from pathlib import Path
+from contextlib import closing, contextmanager, suppress
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
 from workers import lifeline, rundir
+from workers.command import TORCHRUN, Group, cores, torchrun_command, torchrun_environment, visible_gpus
 from workers.epoch import Death, Epoch, Restarts, cause
 from workers.errors import ModelLoadError, StartError
+from workers.hosts import Alone, Hosts, Meeting, Nodes
 from workers.rundir import Told, claim, last_deaths, prepare_run_dir, readiness, remove_run_dir
 
 __all__ = [
     "Group",
+    "Hosts",
     "Launcher",
     "Told",
     "check",
     "claim",
+    "cores",
     "last_deaths",
     "prepare_run_dir",
     "readiness",
     "remove_run_dir",
     "spawn",
     "torchrun_command",
+    "torchrun_environment",
     "visible_gpus",
 ]
 
 logger = logging.getLogger("workers")
 
-TORCHRUN = "workers.agent"
 SPARE_AFTER = 2.0  # seconds of being ready after which a spare is worth its start
 POLL = 0.1  # seconds between two looks at the epoch's directory; signals and torchrun's end wake the launcher at once
 GONE = 10.0  # seconds to wait for killed ranks; one that the kernel cannot end must not keep the service down
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
-    """What the launcher keeps alive. Times are in seconds."""
-
-    model: str
-    run_dir: Path
-    ranks: int
-    group: str = "0"
-    model_name: str = ""  # what clients call the model by; "": its class's name
-    device: str = "auto"
-    max_batch_size: int = 0  # 0: the model's own
-    step_timeout: float = 60.0
-    process_group_timeout: float = 300.0
-    start_timeout: float = 900.0
-    max_restarts: int = 3
-    drain_timeout: float = 30.0
-    log_level: str = "info"
-
-    def epoch_dir(self, epoch: int) -> Path:
-        return self.run_dir / "epochs" / f"{self.group}-{epoch}"
-
-
-def torchrun_command(group: Group, epoch: int) -> list[str]:
-    """The command line of one epoch: torchrun, then the module that every rank runs, then that module's flags."""
-    torchrun: dict[str, object] = {
-        "--nproc-per-node": group.ranks,
-        "--max-restarts": 0,  # broken in place, see README; the launcher restarts the whole tree
-        "--local-addr": "127.0.0.1",  # without a network --standalone alone hangs
-        "--log-dir": group.epoch_dir(epoch) / "torchrun",  # else a directory is left in /tmp for every kill
-    }
-    rank: dict[str, object] = {
-        "--model": group.model,
-        "--model-name": group.model_name,
-        "--run-dir": group.run_dir,
-        "--group": group.group,
-        "--epoch": epoch,
-        "--device": group.device,
-        "--max-batch-size": group.max_batch_size,
-        "--step-timeout": f"{group.step_timeout:g}",
-        "--process-group-timeout": f"{group.process_group_timeout:g}",
-        "--start-timeout": f"{group.start_timeout:g}",
-        "--log-level": group.log_level,
-    }
-    return [
-        *(sys.executable, "-m", TORCHRUN, "--standalone", *_flags(torchrun)),
-        *("-m", "workers.rank", *_flags(rank)),
-    ]
-
-
-def torchrun_environment(ranks: int, inherited: Mapping[str, str]) -> dict[str, str]:
-    """`inherited` with what torchrun and the ranks need."""
-    return {
-        "OMP_NUM_THREADS": str(max(1, cores() // ranks)),  # torchrun would say 1; the user's own goes before both
-        **inherited,
-        "PYTHONSAFEPATH": "1",  # else `workers` in the user's current directory would be run
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",  # torchrun says 1, which waits for the process group's timeout
-        "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "500",  # 15 s by default, four times, before NCCL's watchdog dies
-    }
 
 
 def spawn(argv: Sequence[str], **popen: Any) -> subprocess.Popen[bytes]:
@@ -133,35 +74,10 @@ def spawn(argv: Sequence[str], **popen: Any) -> subprocess.Popen[bytes]:
     return subprocess.Popen(argv, start_new_session=True, preexec_fn=in_child, **popen)
 
 
-def visible_gpus() -> int:
-    """How many GPUs a rank could take, as CUDA counts them, found without torch."""
-    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if listed is None:
-        return sum(re.fullmatch(r"nvidia\d+", device.name) is not None for device in Path("/dev").iterdir())
-    count = 0
-    for entry in listed.split(","):
-        if not entry.strip() or entry.strip().startswith("-"):  # CUDA stops at the first that is none
-            break
-        count += 1
-    return count
-
-
-def cores() -> int:
-    """How many cores this process may use: its affinity, and its container's quota."""
-    count = len(os.sched_getaffinity(0))
-    with suppress(OSError, ValueError):  # no cgroup v2, or no quota ("max")
-        quota, period = map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split())
-        count = min(count, math.ceil(quota / period))
-    return count
-
-
-def _flags(values: Mapping[str, object]) -> list[str]:
-    return [word for name, value in values.items() for word in (name, str(value))]
-
-
 def check(group: Group) -> int:
     """One epoch in which the ranks load the model, run its example, say what came out and end; 0 if all went well."""
-    number, directory = rundir.next_epoch(group.run_dir, group.group)
+    number = rundir.next_epoch(group.run_dir, group.group)
+    directory = rundir.open_epoch(group.run_dir, group.group, number)
     command = [*torchrun_command(group, number), "--check"]
     code = spawn(command, env=torchrun_environment(group.ranks, os.environ), stdin=subprocess.DEVNULL).wait()
     report = cause(directory)
@@ -254,22 +170,46 @@ class Launcher:
         lock = rundir.claim(self._group.run_dir / f"launch-{self._group.group}.lock")
         lifeline.adopt_orphans()
         try:
-            with self._signals():
-                return self._keep()
+            with self._signals(), closing(self._others()) as others:
+                return self._keep(others)
         finally:
             self._spare.end()
             os.close(lock)
 
-    def _keep(self) -> int:
+    def _others(self) -> Nodes:
+        """The other hosts of the group."""
+        hosts = self._group.hosts
+
+        def count() -> int:
+            return rundir.next_epoch(self._group.run_dir, self._group.group)
+
+        if hosts is None:
+            return Alone(count)
+        from workers.nodes import Follower, Leader  # ZeroMQ, which a group on one host does without here
+
+        return Follower(hosts) if hosts.node else Leader(hosts, count)
+
+    def _keep(self, others: Nodes) -> int:
         group = self._group
+        leads = group.hosts is None or group.hosts.node == 0
         while not self._stop:
-            number, directory = rundir.next_epoch(group.run_dir, group.group)
+            try:
+                begun = others.next()
+            except StartError as error:
+                logger.critical("%s", error)
+                return error.exit_code
+            if begun is None:
+                self._sleep(POLL, *others.fds)
+                continue
+            directory = rundir.open_epoch(group.run_dir, group.group, begun.number)
             now = time.monotonic()
-            epoch = Epoch(group.group, number, directory, group.start_timeout, group.drain_timeout, started=now)
-            death = self._live(epoch)
+            epoch = Epoch(group.group, begun.number, directory, group.start_timeout, group.drain_timeout, started=now)
+            death = others.settle(self._live(epoch, begun.meeting, others))
             if death is None:
                 epoch.log(logging.INFO, "has left")
                 rundir.remove(directory)
+                if others.news().leave and not self._stop:  # for another host, which may come again
+                    continue
                 return 0
             if self._stop:  # what was asked for, if not how
                 epoch.log(logging.WARNING, "ended at the stop: %s", death.text)
@@ -277,29 +217,39 @@ class Launcher:
                     rundir.remove(directory)
                 return 0
             path = rundir.keep_post_mortem(group.run_dir, directory.name, epoch.post_mortem(death))
+            if not leads:
+                epoch.log(logging.ERROR, "died: %s; more in %s", death.text, path)
+                continue
             try:
                 pause = self._restarts.after(death)
             except StartError as error:
                 epoch.log(logging.CRITICAL, "is not tried again: %s", error)
+                others.over(error)
                 return error.exit_code
             epoch.log(logging.ERROR, "died: %s; more in %s", death.text, path)
             self._sleep(pause)
         return 0
 
-    def _live(self, epoch: Epoch) -> Death | None:
+    def _live(self, epoch: Epoch, meeting: Meeting | None, others: Nodes) -> Death | None:
         """One epoch, from torchrun's start until no process of it is left; None if the end was an orderly one."""
-        command = torchrun_command(self._group, epoch.number)
+        command = torchrun_command(self._group, epoch.number, meeting)
         torchrun = self._spare.run(command)
         pidfd = os.pidfd_open(torchrun.pid)
         ranks = Ranks(epoch)
         epoch.log(logging.INFO, "starts: %d ranks under torchrun, pid %d", self._group.ranks, torchrun.pid)
         reason: str | None = None
+        ended: Death | None = None  # on another host
         try:
-            while torchrun.poll() is None and reason is None:
-                self._sleep(POLL, pidfd, *ranks.watched())
+            while torchrun.poll() is None and reason is None and ended is None:
+                self._sleep(POLL, pidfd, *others.fds, *ranks.watched())
                 ranks.look()
                 lifeline.reap_orphans(but=torchrun.pid)
-                reason = epoch.look(time.monotonic(), self._stop)
+                news = others.news()
+                reason, ended = epoch.look(time.monotonic(), self._stop or news.leave), news.ended
+                if epoch.felled is not None:
+                    others.dying()
+                if epoch.leave_by is not None:
+                    others.leave()
                 if epoch.ready is not None and time.monotonic() >= epoch.ready + SPARE_AFTER:
                     self._spare.prepare()
         finally:
@@ -307,7 +257,7 @@ class Launcher:
             ranks.close()
             self._end(torchrun, epoch)
             rundir.close_sockets(epoch.directory)
-        return epoch.death(time.monotonic(), reason, torchrun.wait())
+        return epoch.death(time.monotonic(), reason, torchrun.wait(), ended)
 
     def _end(self, torchrun: subprocess.Popen[bytes], epoch: Epoch) -> None:
         """Kill what is left, and wait until it has gone: the next epoch needs the memory of this one's devices."""

@@ -94,13 +94,14 @@ class Member:
     boot_id: str
     pid_namespace: int  # inode
     start_time: int  # clock ticks since boot
+    node: int = 0  # torchrun's word for a host; two of them may share one for a trial, but no run directory
 
     @classmethod
-    def here(cls, rank: int) -> Member:
+    def here(cls, rank: int, node: int = 0) -> Member:
         """This process."""
         boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         pid_namespace = Path("/proc/self/ns/pid").stat().st_ino
-        return cls(rank, os.getpid(), boot_id, pid_namespace, start_time(os.getpid()) or 0)
+        return cls(rank, os.getpid(), boot_id, pid_namespace, start_time(os.getpid()) or 0, node)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -110,8 +111,8 @@ class Member:
         return cls(**json.loads(text))
 
     def sees(self, other: Member) -> bool:
-        """Whether `other`'s pid means here what it means there."""
-        return (self.boot_id, self.pid_namespace) == (other.boot_id, other.pid_namespace)
+        """Whether `other`'s pid means here what it means there, and its files lie where this one's do."""
+        return (self.boot_id, self.pid_namespace, self.node) == (other.boot_id, other.pid_namespace, other.node)
 
     def __str__(self) -> str:
         return f"rank {self.rank} (pid {self.pid})"
@@ -142,7 +143,7 @@ class Lifeline:
 
         Only those of this boot and this pid namespace are opened: elsewhere the same number is an innocent.
         """
-        here = Member.here(self.rank)
+        here = next(member for member in members if member.rank == self.rank)
         gone = []
         for member in members:
             if member.rank == self.rank or not here.sees(member):

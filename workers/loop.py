@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import socket
 import sys
 import time
 from collections import deque
@@ -19,20 +20,23 @@ from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from queue import SimpleQueue
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import msgspec
 import torch
 import torch.distributed as dist
 import zmq
 
 from workers import items, memory, model, wire
 from workers.collect import Collector, Part
+from workers.curve import ClusterKey
 from workers.errors import GroupError, InternalError, ModelLoadError
 from workers.forward import Forward
 from workers.lifeline import Lifeline, Member
 from workers.parts import Done, result
 from workers.queue import Queue
 from workers.ring import Reader
+from workers.shards import Inbox, Outboxes
 from workers.wire import Buffer, Form, Goodbye, Hello, ModelInfo, Result, Shard, Step
 
 log = logging.getLogger("workers")
@@ -56,11 +60,13 @@ class Rank:
         self.rank = int(os.environ["RANK"])
         self.world = int(os.environ["WORLD_SIZE"])
         self.local_rank = int(os.environ["LOCAL_RANK"])
+        self.node = int(os.environ["GROUP_RANK"])
         self.epoch_dir: Path = flags.run_dir / "epochs" / f"{flags.group}-{flags.epoch}"
         self.lifeline = lifeline
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.step = 0
         self.ring = Reader(flags.run_dir)
+        self.key = ClusterKey.read(flags.cluster_key_file) if flags.cluster_key_file else None
         self.shards: SimpleQueue[tuple[Shard, Buffer, Future[Done]] | None] = SimpleQueue()  # for the model
         self.steps_thread = ThreadPoolExecutor(1, "steps")
         self.collect_thread = ThreadPoolExecutor(1, "collect")
@@ -88,13 +94,21 @@ class Rank:
 
     def _meet(self) -> None:
         """Publish who we are and watch the others: from here on a death anywhere is everyone's."""
-        self.store = dist.FileStore(  # type: ignore[attr-defined]
-            str(self.epoch_dir / "store"), self.world
-        )
+        self.store = self._open_store()
         self.store.set_timeout(timedelta(seconds=self.flags.start_timeout))
-        self.store.set(f"member/{self.rank}", Member.here(self.rank).to_json())
+        self.store.set(f"host/{self.rank}", socket.gethostname())
+        self.store.set(f"member/{self.rank}", Member.here(self.rank, self.node).to_json())
         self.members = [Member.from_json(self.store.get(f"member/{r}").decode()) for r in range(self.world)]
         self.lifeline.watch(self.members)
+
+    def _open_store(self) -> Any:
+        """Where the ranks of all hosts meet: a file, or torchrun's own store where there are several hosts."""
+        if self.flags.local_address is None:
+            return dist.FileStore(str(self.epoch_dir / "store"), self.world)  # type: ignore[attr-defined]
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        timeout = timedelta(seconds=self.flags.start_timeout)
+        store = dist.TCPStore(address, port, timeout=timeout, wait_for_workers=False)  # type: ignore[attr-defined]
+        return dist.PrefixStore("ranks", store)  # type: ignore[attr-defined]
 
     def _load(self) -> None:
         self.device = model.device(self.flags.device, self.local_rank, int(os.environ["LOCAL_WORLD_SIZE"]))
@@ -104,21 +118,28 @@ class Rank:
         self.forward = Forward(self.model, self.device)
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else ""
         self.store.set(f"device/{self.rank}", f"{self.device} {name}".strip())
+        self.store.set(f"model/{self.rank}", msgspec.json.encode(self._model_info()))
+        first = msgspec.json.decode(self.store.get("model/0"), type=ModelInfo)
+        for field in ModelInfo.__struct_fields__:
+            ours, theirs = (getattr(info, field) for info in (self._model_info(), first))
+            if ours != theirs:
+                host = socket.gethostname()
+                raise ModelLoadError(f"{field} of the model is {ours!r} on {host}, and {theirs!r} on rank 0's host")
 
     def _set_device(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
 
     def _join(self) -> None:
-        self.inbox = self.context.socket(zmq.PULL)
-        self.inbox.set_hwm(wire.HIGH_WATER_MARK)
         if self.rank > 0:
-            self.inbox.bind(f"ipc://{self.epoch_dir}/rank-{self.rank}.sock")
+            place = self.flags.local_address if self.node else self.epoch_dir / f"rank-{self.rank}.sock"
+            self.inbox = Inbox(self.context, f"the inbox of rank {self.rank}", place, self.key)
+            self.store.set(f"inbox/{self.rank}", self.inbox.address)
         self._wait_for_all("loaded")  # in the store: ranks may load for longer than a collective waits
         on_cuda = self.device.type == "cuda"
         timeout = timedelta(seconds=self.flags.process_group_timeout)
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", self.flags.interface or "lo")
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", self.flags.interface or "lo")
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if on_cuda else "gloo",
             store=dist.PrefixStore(f"group/{self.flags.epoch}", self.store),  # type: ignore[attr-defined]
@@ -129,12 +150,9 @@ class Rank:
         )
         # a group of its own: a model that uses the default one does so while the step before is collected
         self.collector = Collector(epoch=self.flags.epoch, device=self.device, group=dist.new_group(timeout=timeout))
-        self.outboxes: dict[int, zmq.Socket[bytes]] = {}
-        for r in range(1, self.world) if self.rank == 0 else ():
-            self.outboxes[r] = self.context.socket(zmq.PUSH)
-            self.outboxes[r].set_hwm(wire.HIGH_WATER_MARK)
-            self.outboxes[r].setsockopt(zmq.LINGER, 1000)
-            self.outboxes[r].connect(f"ipc://{self.epoch_dir}/rank-{r}.sock")
+        if self.rank == 0:
+            addresses = {r: self.store.get(f"inbox/{r}").decode() for r in range(1, self.world)}
+            self.outboxes = Outboxes(self.context, addresses, Reader(self.flags.run_dir), self.key)
 
     def _warm_up(self) -> float:
         """Two canary steps through the whole path; the seconds of the second."""
@@ -143,7 +161,7 @@ class Rank:
             started = time.monotonic()
             if self.rank == 0:
                 self._spread(Step("", self.flags.epoch, 0, Form("json", "json"), [], [], timeout, canary=True), [])
-            elif not self.inbox.poll(int(timeout * 1000)):
+            elif not self.inbox.wait(seconds=timeout):
                 raise GroupError(f"rank 0 sent no shard within {timeout:g} s")
             else:
                 self._take()
@@ -183,17 +201,13 @@ class Rank:
             for message, frames in self._results():
                 queue.send(message, frames)
         self.lifeline.release()
-        for outbox in self.outboxes.values():
-            outbox.send_multipart(wire.encode(Goodbye()))
+        self.outboxes.tell(Goodbye())
 
     def _follow(self) -> None:
         """Every other rank: poll until there is a shard, which is begun, or one that has been collected."""
-        poller = zmq.Poller()
-        poller.register(self.inbox, zmq.POLLIN)
-        poller.register(self.collected, zmq.POLLIN)
         more = True
         while self.running or more:
-            if self.inbox in dict(poller.poll()):
+            if self.inbox.wait(self.collected):
                 more = self._take()
             for _ in self._results():
                 pass
@@ -201,7 +215,7 @@ class Rank:
 
     def _take(self) -> bool:
         """Begin the next shard; False when there is none to come."""
-        message, payload = wire.decode([frame.buffer for frame in self.inbox.recv_multipart(copy=False)])
+        message, payload = self.inbox.take()
         if isinstance(message, Shard):
             self._begin(message, payload[0], None)
         return isinstance(message, Shard)
@@ -223,9 +237,9 @@ class Rank:
             place = None if step.canary else step.places[r]
             shards.append(Shard(self.step, step.form, start, size, lengths, step.timeout, step.canary, place))
             start += count
-        for r, outbox in self.outboxes.items():
-            outbox.send_multipart(wire.encode(shards[r], [b"" if step.canary else payload[r]]), copy=False)
-        self._begin(shards[0], b"" if step.canary else payload[0], step)
+        frames = [b""] * self.world if step.canary else payload
+        self.outboxes.send(shards, frames)
+        self._begin(shards[0], frames[0], step)
 
     def _begin(self, shard: Shard, frame: Buffer, step: Step | None) -> None:
         """Hand a shard to the model, and what comes of it to the collect."""
@@ -274,7 +288,7 @@ class Rank:
             encoded.lengths,
             [(i, error.type, error.detail) for i, error in sorted(failures.items())],
             encoded.rows,
-            (self.rank, size, time.perf_counter() - started, memory_bytes, began),
+            (self.rank, size, time.perf_counter() - started, memory_bytes, 0.0 if self.node else began),
         )
 
     def _collect(self, shard: Shard, done: Future[Done]) -> tuple[list[Part] | None, float]:
@@ -302,6 +316,8 @@ class Rank:
     def _leave(self) -> None:
         self.steps_thread.shutdown()
         self.collect_thread.shutdown()
+        if self.rank > 0:
+            self.inbox.close()
         self._wait_for_all("left")  # every lifeline is released before the first rank goes
         dist.destroy_process_group()
         self.context.destroy(linger=1000)
@@ -314,23 +330,27 @@ class Rank:
         return [self.store.get(f"{what}/{r}").decode() for r in range(self.world)]
 
     def _hello(self, warmup: float) -> Hello:
-        spec = self.model.inputs
         return Hello(
             wire.WIRE,
             self.flags.group,
             self.flags.epoch,
             self.world,
-            ModelInfo(
-                self.flags.model_name or self.model.name,
-                self.model.max_batch_size,
-                None if spec is None else spec.dtype,
-                None if spec is None else spec.shape,
-                self._example_json(),
-                self.model.has_example,
-            ),
+            self._model_info(),
             self._everyone("device"),
+            self._everyone("host"),
             [member.pid for member in self.members],
             warmup,
+        )
+
+    def _model_info(self) -> ModelInfo:
+        spec = self.model.inputs
+        return ModelInfo(
+            self.flags.model_name or self.model.name,
+            self.model.max_batch_size,
+            None if spec is None else spec.dtype,
+            None if spec is None else spec.shape,
+            self._example_json(),
+            self.model.has_example,
         )
 
     def _example_json(self) -> bytes | None:

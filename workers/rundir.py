@@ -56,26 +56,31 @@ def claim(path: Path) -> int:
     return fd
 
 
-def next_epoch(run_dir: Path, group: str) -> tuple[int, Path]:
-    """Count the group's epochs up by one, for the holder of its lock; returns the number and its new, empty directory.
-
-    The number was never given before in this run directory. All but the last three dead epochs are removed.
-    """
-    counter, dead = run_dir / f"epoch-{group}", _epochs(run_dir, group)
-    last = max(dead, default=0)
+def next_epoch(run_dir: Path, group: str) -> int:
+    """Count the group's epochs up by one, for the holder of its lock; a number never given before in this directory."""
+    counter, last = run_dir / f"epoch-{group}", max(_epochs(run_dir, group), default=0)
     with suppress(FileNotFoundError, ValueError):  # ValueError: cut short by a full disk; the directories know better
         last = max(last, int(counter.read_text()))
+    draft = run_dir / f".{counter.name}"
+    draft.write_text(f"{last + 1}\n")
+    draft.replace(counter)
+    return last + 1
+
+
+def open_epoch(run_dir: Path, group: str, number: int) -> Path:
+    """The epoch's new, empty directory. All but the last three dead epochs are removed."""
+    dead = _epochs(run_dir, group)
+    # of several hosts one counts; it may have lost its run directory, and count anew
+    for epoch in [epoch for epoch in dead if epoch >= number]:
+        remove(dead.pop(epoch))
     for epoch in sorted(dead)[:-KEPT]:
         remove(dead.pop(epoch))
     for directory in dead.values():  # of a launcher that was killed
         close_sockets(directory)
-    draft = run_dir / f".{counter.name}"
-    draft.write_text(f"{last + 1}\n")
-    draft.replace(counter)
-    directory = run_dir / "epochs" / f"{group}-{last + 1}"
+    directory = run_dir / "epochs" / f"{group}-{number}"
     directory.parent.mkdir(mode=0o700, exist_ok=True)
     directory.mkdir(mode=0o700)
-    return last + 1, directory
+    return directory
 
 
 def readiness(run_dir: Path, group: str = "0") -> tuple[bool, str]:

@@ -16,7 +16,7 @@ import msgspec
 
 from workers.errors import GroupError
 
-WIRE = 3  # raised with every change to this file that the other side could misread
+WIRE = 4  # raised with every change to this file that the other side could misread
 HIGH_WATER_MARK = 8  # messages a socket holds for a peer
 HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 500, 2000
 
@@ -87,7 +87,7 @@ class RankStats(_Message, frozen=True, array_like=True):
     items: int
     forward_seconds: float
     memory_bytes: int  # allocated on its device; on the CPU, resident
-    began: float  # time.monotonic()
+    began: float  # time.monotonic() of rank 0's host; 0 for ranks of other hosts, whose clock is another
 
 
 class Result(_Message, frozen=True, array_like=True, tag=True):
@@ -123,6 +123,7 @@ class Hello(_Message, frozen=True, array_like=True, tag=True):
     world: int
     model: ModelInfo
     devices: list[str]
+    hosts: list[str]
     pids: list[int]
     warmup_seconds: float
     held: int = 0  # steps begun and not answered: of an earlier session, if this one is new

@@ -16,14 +16,14 @@ HERE = Path(__file__).parent
 torchrun_command = launch.torchrun_command
 
 
-def with_stand_ins(group: launch.Group, epoch: int) -> list[str]:
-    command = torchrun_command(group, epoch)
+def with_stand_ins(group: launch.Group, epoch: int, meeting: None) -> list[str]:
+    command = torchrun_command(group, epoch, meeting)
     module = command.index("workers.rank")
     return [*command[: module - 1], str(HERE / "standin.py"), *command[module + 1 :]]
 
 
-def without_torch(group: launch.Group, epoch: int) -> list[str]:
-    command = torchrun_command(group, epoch)
+def without_torch(group: launch.Group, epoch: int, meeting: None) -> list[str]:
+    command = torchrun_command(group, epoch, meeting)
     flags = command[command.index("workers.rank") + 1 :]
     return [sys.executable, str(HERE / "agent.py"), str(group.ranks), sys.executable, str(HERE / "standin.py"), *flags]
 

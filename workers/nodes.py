@@ -1,0 +1,395 @@
+"""The launchers of one group on several hosts: who is there, which epoch begins, and that all end it; no processes.
+
+"Node" is torchrun's word for a host. The launcher of node 0 leads. It waits until every node says `Here`, which means
+that nothing of an earlier epoch is left on it, counts the epoch up and says `Start`. A node whose ranks are dying says
+`Dying`, so that all others end theirs at once, and `Ended` when they have gone. Their connections are CURVE over TCP,
+see `workers.curve`; the messages are msgpack.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import secrets
+import select
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TypeAlias
+
+import msgspec
+import zmq
+import zmq.utils.monitor
+
+from workers import wire
+from workers.curve import QUIET, REFUSED, ClusterKey, Connections, Guard
+from workers.epoch import Death
+from workers.errors import ModelLoadError, StartError
+from workers.hosts import Hosts, Meeting, News, Next, place
+
+log = logging.getLogger("workers")
+
+PROTOCOL = 1  # raised with every change to the messages that the other side could misread
+LOST = 1.0  # seconds after a disconnect in which the nodes are asked whether they can be reached
+PATIENCE = 15.0  # seconds node 0 waits for the last node to end an epoch, before it decides why the epoch died
+REMIND = 60.0  # seconds between two lines that say for whom node 0 waits
+AGAIN = 5.0  # seconds after which a node that was refused asks again
+# Of one death each node tells another story; what comes first here is the cause, and what comes last its echo.
+CAUSES = ("fenced", "model", "deadline", "rank", "peer", "supervisor", "exception", "lost", "told")
+
+
+class _Message(msgspec.Struct, frozen=True, array_like=True):
+    pass
+
+
+class Here(_Message, frozen=True, array_like=True, tag=True):
+    """A node to node 0: nothing runs here, and the next epoch may begin."""
+
+    protocol: int
+    nodes: int
+    node: int
+    host: str
+
+
+class Refused(_Message, frozen=True, array_like=True, tag=True):
+    """The answer to a Here that cannot be taken."""
+
+    text: str
+
+
+class Start(_Message, frozen=True, array_like=True, tag=True):
+    """Node 0 to all: begin this epoch; torchrun's store is at this port of node 0."""
+
+    epoch: int
+    port: int
+
+
+class Dying(_Message, frozen=True, array_like=True, tag=True):
+    """Either way: the ranks here are dying."""
+
+    epoch: int
+
+
+class Leave(_Message, frozen=True, array_like=True, tag=True):
+    """Either way: the epoch is to end in order, for a node has been asked to stop."""
+
+    epoch: int
+
+
+class Ended(_Message, frozen=True, array_like=True, tag=True):
+    """A node to node 0: nothing of the epoch is left here. An orderly end has no kind."""
+
+    epoch: int
+    kind: str
+    text: str
+    ready_for: float | None
+
+
+class Over(_Message, frozen=True, array_like=True, tag=True):
+    """Node 0 to all: there will be no further epoch, and why."""
+
+    exit_code: int
+    text: str
+
+
+class Ping(_Message, frozen=True, array_like=True, tag=True):
+    """Node 0 to a node, to learn whether it can be reached; it has no answer."""
+
+
+Message: TypeAlias = Here | Refused | Start | Dying | Leave | Ended | Over | Ping
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Message).decode
+
+
+class _Node:
+    """What both kinds of node need: a socket, and what is known of the running epoch."""
+
+    def __init__(self, hosts: Hosts, kind: int) -> None:
+        self._hosts = hosts
+        self._key = ClusterKey.read(hosts.key_file)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(kind)
+        self._socket.setsockopt(zmq.LINGER, 1000)
+        self._socket.setsockopt(zmq.HEARTBEAT_IVL, wire.HEARTBEAT_MS)
+        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, wire.HEARTBEAT_TIMEOUT_MS)
+        self._epoch = 0
+        self._told = False  # the others know that it is dying, or leaving
+        self._news = News()
+
+    def _begin(self, epoch: int) -> None:
+        self._epoch, self._told, self._news = epoch, False, News()
+
+    def _end(self, kind: str, text: str) -> None:
+        if self._news.ended is None:
+            self._news.ended = Death(kind, text, None)
+
+
+class Leader(_Node):
+    """Node 0's launcher among the others."""
+
+    def __init__(self, hosts: Hosts, count: Callable[[], int]) -> None:
+        """`count` gives the next epoch's number. Raises StartError where the endpoint cannot be listened on."""
+        super().__init__(hosts, zmq.ROUTER)
+        self._count = count
+        self._guard = Guard(self._context, self._key)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._key.serve(self._socket)
+        self._connections = Connections(self._socket, "the launcher of node 0")
+        self._address, self._interface = place(hosts)
+        if ipaddress.ip_address(self._address).is_loopback:
+            log.warning("%s is this host's alone: nodes on other hosts cannot reach node 0 there", self._address)
+        try:
+            self._socket.bind(f"tcp://{_bracketed(self._address)}:{hosts.port}")
+        except zmq.ZMQError as error:
+            raise StartError(f"{self._address}:{hosts.port} cannot be listened on: {error.strerror}") from None
+        self.fds = (_fd(self._socket), _fd(self._connections.monitor))
+        self._identities: dict[int, bytes] = {}  # by node, of those that have come and can be reached
+        self._idle: set[int] = set()
+        self._deaths: dict[int, Death | None] = {}  # by node, of the running epoch, in the order of their coming
+        self._probe_until = 0.0
+        self._remind_at = 0.0
+
+    def next(self) -> Next | None:
+        self._take()
+        missing = [node for node in range(1, self._hosts.nodes) if node not in self._idle]
+        if missing:
+            if (now := time.monotonic()) >= self._remind_at:
+                log.info("waiting for node %s of %d", ", ".join(map(str, missing)), self._hosts.nodes)
+                self._remind_at = now + REMIND
+            return None
+        self._remind_at = 0.0
+        meeting = Meeting(self._address, _free_port(self._address), self._address, self._interface)
+        self._begin(self._count())
+        self._deaths.clear()
+        self._idle.clear()
+        self._tell_all(Start(self._epoch, meeting.port))
+        return Next(self._epoch, meeting)
+
+    def news(self) -> News:
+        self._take()
+        return self._news
+
+    def dying(self) -> None:
+        if not self._told:
+            self._told = True
+            self._tell_all(Dying(self._epoch))
+
+    def leave(self) -> None:
+        if not self._news.leave:
+            self._news.leave = True
+            self._tell_all(Leave(self._epoch))
+
+    def settle(self, death: Death | None) -> Death | None:
+        if death is None:
+            return None
+        self.dying()
+        patience = time.monotonic() + PATIENCE
+        while any(node not in self._deaths for node in self._identities) and time.monotonic() < patience:
+            select.select(self.fds, [], [], 0.1)
+            self._take()
+        ends = [death, *(one for one in self._deaths.values() if one is not None)]
+        cause = min(ends, key=lambda one: CAUSES.index(one.kind) if one.kind in CAUSES else len(CAUSES))
+        return Death(cause.kind, cause.text, death.ready_for)
+
+    def over(self, error: StartError) -> None:
+        self._tell_all(Over(error.exit_code, str(error)))
+
+    def close(self) -> None:
+        self._connections.close()
+        self._socket.close()
+        self._guard.close()
+        self._context.destroy()
+
+    def _take(self) -> None:
+        """All that has come, without waiting."""
+        while int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
+            identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            try:
+                self._heard(identity, _decode(frames[0]))
+            except (msgspec.MsgspecError, IndexError) as error:
+                log.error("a node sent what cannot be read: %s", error)
+        now = time.monotonic()
+        if self._connections.read():
+            self._probe_until = now + LOST
+        if now < self._probe_until:
+            for node, identity in list(self._identities.items()):
+                if not self._tell(identity, Ping()):
+                    self._lost(node)
+
+    def _heard(self, identity: bytes, message: Message) -> None:
+        if isinstance(message, Here):
+            self._came(identity, message)
+            return
+        node = next((node for node, one in self._identities.items() if one == identity), None)
+        if node is None or not isinstance(message, Dying | Leave | Ended) or message.epoch != self._epoch:
+            return
+        if isinstance(message, Leave):
+            self.leave()
+        else:
+            if isinstance(message, Ended):
+                text = f"node {node}: {message.text}"
+                self._deaths[node] = Death(message.kind, text, message.ready_for) if message.kind else None
+            if isinstance(message, Dying) or message.kind:
+                self._end("told", f"the ranks of node {node} died")
+
+    def _came(self, identity: bytes, here: Here) -> None:
+        before = self._identities.get(here.node)
+        refusal = None
+        if here.protocol != PROTOCOL:
+            refusal = f"node {here.node} ({here.host}) speaks version {here.protocol}, node 0 version {PROTOCOL}"
+        elif here.nodes != self._hosts.nodes or not 0 < here.node < here.nodes:
+            refusal = f"{here.host} says it is node {here.node} of {here.nodes}, node 0 has {self._hosts.nodes} nodes"
+        elif before is not None and before != identity and self._tell(before, Ping()):
+            refusal = f"{here.host} says it is node {here.node}, which is here already"
+        if refusal is not None:
+            log.error("refused: %s", refusal)
+            self._tell(identity, Refused(refusal))
+            return
+        if before is not None and before != identity:
+            self._lost(here.node)
+        if here.node not in self._identities:
+            log.info("node %d is here: %s", here.node, here.host)
+        self._identities[here.node] = identity
+        self._idle.add(here.node)
+
+    def _lost(self, node: int) -> None:
+        log.warning("node %d has gone", node)
+        del self._identities[node]
+        self._idle.discard(node)
+        if not self._news.leave:
+            self._end("lost", f"node {node} cannot be reached")
+
+    def _tell_all(self, message: Message) -> None:
+        for identity in self._identities.values():
+            self._tell(identity, message)
+
+    def _tell(self, identity: bytes, message: Message) -> bool:
+        with suppress(zmq.Again):
+            try:
+                self._socket.send_multipart([identity, _encode(message)], zmq.NOBLOCK)
+            except zmq.ZMQError as error:
+                if error.errno != zmq.EHOSTUNREACH:
+                    raise
+                return False
+        return True
+
+
+class Follower(_Node):
+    """Any other node's launcher."""
+
+    def __init__(self, hosts: Hosts) -> None:
+        super().__init__(hosts, zmq.DEALER)
+        self._socket.setsockopt(zmq.IDENTITY, f"{hosts.node}/{secrets.token_hex(8)}".encode())
+        self._socket.setsockopt(zmq.IMMEDIATE, 1)  # what was meant for a connection that is over goes nowhere
+        self._socket.setsockopt(zmq.RECONNECT_IVL, 100)
+        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        self._key.join(self._socket)
+        self._monitor = self._socket.get_monitor_socket()
+        self._socket.connect(f"tcp://{_bracketed(hosts.host)}:{hosts.port}")
+        self.fds = (_fd(self._socket), _fd(self._monitor))
+        self._idle = True
+        self._connected = False
+        self._said = False  # that it is here, on this connection and since the last epoch
+        self._start: Start | None = None
+        self._over: Over | None = None
+        self._ask_at = float("inf")  # when to say Here again, after a refusal
+        self._complain_at = 0.0
+        log.info("node %d of %d waits for node 0 at %s:%d", hosts.node, hosts.nodes, hosts.host, hosts.port)
+
+    def next(self) -> Next | None:
+        self._take()
+        if self._over is not None:
+            kind = ModelLoadError if self._over.exit_code == ModelLoadError.exit_code else StartError
+            raise kind(f"node 0 begins no further epoch: {self._over.text}")
+        if self._connected and (not self._said or time.monotonic() >= self._ask_at):
+            self._ask_at = float("inf")
+            self._said = True
+            self._tell(Here(PROTOCOL, self._hosts.nodes, self._hosts.node, socket.gethostname()))
+        if self._start is None:
+            return None
+        start, self._start = self._start, None
+        return Next(start.epoch, Meeting(self._hosts.host, start.port, *place(self._hosts)))
+
+    def news(self) -> News:
+        self._take()
+        return self._news
+
+    def dying(self) -> None:
+        if not self._told:
+            self._told = True
+            self._tell(Dying(self._epoch))
+
+    def leave(self) -> None:
+        if not self._news.leave:
+            self._news.leave = True
+            self._tell(Leave(self._epoch))
+
+    def settle(self, death: Death | None) -> Death | None:
+        end = Death("", "", None) if death is None else death
+        self._tell(Ended(self._epoch, end.kind, end.text, end.ready_for))
+        self._idle, self._said = True, False
+        return death
+
+    def over(self, error: StartError) -> None:
+        """Node 0 alone says so."""
+
+    def close(self) -> None:
+        self._socket.disable_monitor()
+        self._context.destroy(linger=1000)
+
+    def _take(self) -> None:
+        with suppress(zmq.Again):
+            while True:
+                self._noticed(zmq.utils.monitor.recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"])
+        while int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
+            try:
+                message = _decode(self._socket.recv(zmq.NOBLOCK))
+            except msgspec.MsgspecError as error:
+                log.error("node 0 sent what cannot be read: %s", error)
+                continue
+            if isinstance(message, Start) and self._idle:
+                self._start, self._idle = message, False
+                self._begin(message.epoch)
+            elif isinstance(message, Over):
+                self._over = message
+            elif isinstance(message, Refused):
+                log.error("node 0 refused this node: %s", message.text)
+                self._ask_at = time.monotonic() + AGAIN
+            elif isinstance(message, Dying) and message.epoch == self._epoch:
+                self._end("told", "node 0 ended the epoch")
+            elif isinstance(message, Leave) and message.epoch == self._epoch:
+                self._news.leave = True
+
+    def _noticed(self, event: int) -> None:
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            log.info("node 0 is there")
+            self._connected, self._said = True, False
+        elif event == zmq.EVENT_DISCONNECTED and self._connected:
+            log.warning("the connection to node 0 closed")
+            self._connected = False
+            if not self._idle and not self._news.leave:
+                self._end("lost", "the connection to node 0 closed")
+        elif event & REFUSED and (now := time.monotonic()) >= self._complain_at:
+            self._complain_at = now + QUIET
+            where = f"{self._hosts.host}:{self._hosts.port}"
+            log.error("%s does not talk to this node: it holds another cluster key, or none", where)
+
+    def _tell(self, message: Message) -> None:
+        with suppress(zmq.Again):  # with no connection: `Here` is said on the next
+            self._socket.send(_encode(message), zmq.NOBLOCK)
+
+
+def _free_port(address: str) -> int:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.bind((address, 0))
+        return int(probe.getsockname()[1])
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def _fd(one: zmq.Socket[bytes]) -> int:
+    return int(one.get(zmq.FD))
