@@ -94,6 +94,7 @@ class Batch:
 
     pieces: list[Piece]
     strikes: int = 0  # groups that died with it in flight
+    only: str | None = None  # the one group that may run it: it has felled that one, and must not fell all
 
     @property
     def size(self) -> int:
@@ -114,7 +115,7 @@ class Batch:
                 first.append(Piece(job, start, cut))
             if stop > cut:
                 second.append(Piece(job, cut, stop))
-        return [Batch(first, self.strikes), Batch(second, self.strikes)]
+        return [Batch(first, self.strikes, self.only), Batch(second, self.strikes, self.only)]
 
 
 @dataclass
@@ -138,18 +139,15 @@ class Batcher:
         fresh = sum(job.size - job.taken for job in self._jobs if job.wanted(now))
         return fresh + sum(piece.size for batch in self._returned for piece in batch.pieces if piece.job.wanted(now))
 
-    def take(self, capacity: int, now: float, beside: int | None = None) -> Batch | None:
-        """The next step of at most `capacity` items, or None.
+    def take(self, capacity: int, now: float, beside: int | None = None, group: str = "") -> Batch | None:
+        """The next step of at most `capacity` items for a group, or None.
 
         `beside` is the number of items in the step that is running, None when none is: a second step goes only when
         it is at least as large or full, so that steps do not degenerate into tiny ones. A job that does not fit is cut
         and goes to the back, so that a large one takes turns with the others.
         """
-        while self._returned:
-            batch = self._returned.popleft()
-            batch.pieces = [piece for piece in batch.pieces if piece.job.wanted(now)]
-            if not batch.pieces:
-                continue
+        batch = self._take_returned(now, group)
+        if batch is not None:
             if batch.size > capacity:  # a new group may hold less than the one that died
                 batch, rest = batch.split(capacity)
                 self._returned.appendleft(rest)
@@ -170,15 +168,19 @@ class Batcher:
         """When the oldest job has waited for `max_wait`."""
         return self._jobs[0].added + self.max_wait if self._jobs else float("inf")
 
-    def put_back(self, batches: Iterable[Batch], strike: bool) -> list[Piece]:
-        """At the head, what was in flight when its group ended; the pieces returned are poison and not put back.
+    def put_back(self, batches: Iterable[Batch], strike: bool, group: str = "") -> list[Piece]:
+        """At the head, what was in flight when `group` ended; the pieces returned are poison and not put back.
 
-        Struck once, a batch runs again as it was; struck again, it is halved, until one item is alone: that is poison.
+        Struck once, a batch runs again as it was, on whichever group is free: it is seldom to blame. Struck again, it
+        is halved, until one item is alone: that is poison. The halves are for the group that died last alone, so that
+        poison fells that one time and again while the others go on.
         """
         back: list[Batch] = []
         poison: list[Piece] = []
         for batch in batches:
             batch.strikes += strike
+            if strike and batch.strikes >= 2:
+                batch.only = group
             if batch.strikes < 2 or not strike:
                 back.append(batch)
             elif batch.size == 1:
@@ -187,6 +189,26 @@ class Batcher:
                 back += batch.split((batch.size + 1) // 2)
         self._returned.extendleft(reversed(back))
         return poison
+
+    def free(self, group: str) -> None:
+        """What only `group` could run any group may: it does not come back."""
+        for batch in self._returned:
+            if batch.only == group:
+                batch.only = None
+
+    def _take_returned(self, now: float, group: str) -> Batch | None:
+        """The first of those put back that `group` may run; what nobody waits for is dropped."""
+        passed: list[Batch] = []
+        found = None
+        while self._returned and found is None:
+            batch = self._returned.popleft()
+            batch.pieces = [piece for piece in batch.pieces if piece.job.wanted(now)]
+            if batch.pieces and batch.only not in (None, group):
+                passed.append(batch)
+            elif batch.pieces:
+                found = batch
+        self._returned.extendleft(reversed(passed))
+        return found
 
     def _choose(self, capacity: int, now: float) -> tuple[list[tuple[Job, int]], int]:
         """Jobs of the oldest job's form and how many items of each, without changing anything."""

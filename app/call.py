@@ -32,6 +32,7 @@ class Policy:
     retries: int  # times to ask again
     chunk_items: int
     chunk_bytes: int
+    model: str | None = None
     npy: bool = True  # answers may be arrays; false from when the service has said that they cannot be
 
 
@@ -105,6 +106,8 @@ class Call:
             "x-request-id": self.id,
             "x-request-timeout": f"{left:.3f}",
         }
+        if self.ask.policy.model is not None:
+            arguments["params"] = {"model": self.ask.policy.model}
         timeout = httpx.Timeout(left + GRACE, connect=min(left, CONNECT_TIMEOUT))
         return {"method": "POST", "url": "/infer", "timeout": timeout, **arguments}
 

@@ -9,7 +9,6 @@ import os
 import re
 import select
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -99,7 +98,8 @@ def _serve(settings: Settings) -> int:
         # The front end first, so that it drains while there are ranks; they then leave with nothing in hand.
         for child in (front_end, workers):
             _stop(child, settings.drain_timeout + STOP_GRACE)
-    shutil.rmtree(run_dir, ignore_errors=True)
+    if not launch.remove_run_dir(run_dir):
+        log.info("%s stays: another group lives in it", run_dir)
     os.close(lock)
     return 0 if first is None else first.returncode or 1
 
@@ -113,7 +113,7 @@ def _app(settings: Settings) -> int:
 
     def on_ready(group: Group) -> None:
         host, port = server.bind()
-        print(_banner(settings.public_url or _address(host, port), group), flush=True)
+        print(_banner(settings.public_url or _address(host, port), group, settings.model_names), flush=True)
 
     app = create_app(settings, on_ready)
     server = Server(app, settings, drain=app.state.dispatcher.drain)
@@ -125,7 +125,7 @@ def _workers(settings: Settings) -> int:
 
 
 def _status(settings: Settings) -> int:
-    well, text = launch.readiness(settings.run_directory)
+    well, text = launch.readiness(settings.run_directory, settings.group)
     print(text)
     return 0 if well else 1
 
@@ -173,6 +173,7 @@ def _add_infer_flags(parser: argparse.ArgumentParser) -> None:
     add("files", nargs="+", type=Path, metavar="FILE", help=".jsonl (an item a line), .npy (a row each) or a folder")
     add("-o", "--output", type=Path, metavar="RESULTS", help=".jsonl or, of .npy, .npy (default: FILE.results.jsonl)")
     add("--url", default="http://127.0.0.1:8000", metavar="URL", help="the service (default: %(default)s)")
+    add("--model", metavar="NAME", help="which model, where the service has several")
     add("--api-key-file", type=Path, metavar="PATH", help="file whose first line is the API key")
     add("--parameters", metavar="JSON", help="an object: keyword arguments of predict")
     add("--concurrency", type=count, default=4, metavar="N", help="requests at a time (default: %(default)s)")
@@ -189,6 +190,8 @@ def _group(settings: Settings) -> launch.Group:
     ranks = settings.ranks or (launch.visible_gpus() if settings.device != "cpu" else 0) or CPU_RANKS
     return launch.Group(
         model=settings.model,
+        group=settings.group,
+        model_name=settings.model_name or "",
         run_dir=settings.run_directory,
         ranks=ranks,
         device=settings.device,
@@ -265,13 +268,14 @@ def _address(host: str, port: int) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-def _banner(address: str, group: Group) -> str:
+def _banner(address: str, group: Group, models: Sequence[str]) -> str:
     hello = group.hello
     ranks = f"{hello.world} rank{'s' if hello.world != 1 else ''} on {', '.join(hello.devices)}"
     lines = [f"Phalanx serves {hello.model.name} at {address} ({ranks}). Try:", ""]
     body = _example_body(group)
     if body is not None:
-        lines.append(f"  curl -s {address}/infer -H 'Content-Type: application/json' -d {body}")
+        url = f"'{address}/infer?model={hello.model.name}'" if len(models) > 1 else f"{address}/infer"
+        lines.append(f"  curl -s {url} -H 'Content-Type: application/json' -d {body}")
     else:
         lines.append(f"  curl -s {address}/info")
     return "\n".join(["", *lines, ""])

@@ -41,6 +41,7 @@ CONCURRENCY = 4  # requests at a time for the chunks of one batch
 class Client:
     """Of the service at `base_url`; threads may share one.
 
+    `model` names the model, which must be done only where the service has several.
     `timeout` is in seconds, for a request with its retries, of which there are at most `retries`: when no answer comes,
     and on 429, 502 and 503. What is longer than `chunk_items` items or `chunk_bytes` bytes goes in several requests.
     """
@@ -50,13 +51,14 @@ class Client:
         base_url: str = URL,
         *,
         api_key: str | None = None,
+        model: str | None = None,
         timeout: float = 60.0,
         retries: int = 6,
         chunk_items: int = 1024,
         chunk_bytes: int = 8 * MIB,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
-        self._policy = Policy(timeout, retries, chunk_items, chunk_bytes)
+        self._policy = Policy(timeout, retries, chunk_items, chunk_bytes, model)
         self._http = httpx.Client(transport=transport, **_settings(base_url, api_key))
 
     def infer(
@@ -156,13 +158,14 @@ class AsyncClient:
         base_url: str = URL,
         *,
         api_key: str | None = None,
+        model: str | None = None,
         timeout: float = 60.0,
         retries: int = 6,
         chunk_items: int = 1024,
         chunk_bytes: int = 8 * MIB,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        self._policy = Policy(timeout, retries, chunk_items, chunk_bytes)
+        self._policy = Policy(timeout, retries, chunk_items, chunk_bytes, model)
         self._http = httpx.AsyncClient(transport=transport, **_settings(base_url, api_key))
 
     async def infer(

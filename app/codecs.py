@@ -75,7 +75,7 @@ class Span:
     lengths: list[int]
     frame: memoryview
     rows: list[RowForm]
-    rank: int | None = None  # that made them
+    rank: str | None = None  # that made them, as `app.steps.rank_name` has it
 
 
 # ---- content negotiation

@@ -6,7 +6,6 @@ The protocol is in `workers.wire`; who may run what, and when, is decided in `ap
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import secrets
 import time
@@ -14,22 +13,23 @@ from collections.abc import Callable
 from pathlib import Path
 
 from app import steps
-from app.batcher import Account, Batch, Batcher
+from app.batcher import Account, Batch
+from app.catalog import Catalog, Served
 from app.codecs import Cut
+from app.fencing import Fencing
 from app.groups import Flight, Group
+from app.lost import Lost
 from app.metrics import Metrics
 from app.queue import Queue, Sent
 from app.settings import Settings
 from app.steps import Ran, Request
 from workers import wire
-from workers.errors import DeadlineExceeded, Draining, NoGroup, PoisonItem
-from workers.launch import last_death
+from workers.errors import DeadlineExceeded, Draining, NoGroup, PoisonItem, RequestError
 from workers.ring import Block, Ring, open_ring
-from workers.wire import Buffer, Form, Goodbye, Hello, Leaving, Message, ModelInfo, Ping, Place, Result, Step
+from workers.wire import Buffer, Form, Goodbye, Hello, Leaving, Message, Ping, Place, Result, Step
 
 log = logging.getLogger("app")
 
-IN_FLIGHT = 2  # steps a group holds: one that runs, one that waits on the ranks' side
 LATE = 3.0  # seconds over its deadline after which a step's group is given up: the ranks' own backstop takes two
 TICK = 0.25  # seconds between two looks at canaries
 IDLE = 1.0  # seconds after a step at which an idle group gets a canary
@@ -37,7 +37,6 @@ CANARY_TIMEOUT = 2.0  # seconds, at least
 CANARY_FACTOR = 5  # times the group's own warm-up step
 PAUSED = 1.0  # seconds between two ticks beyond which this process itself stood still
 MISSING = 2.0  # seconds that a group whose connection closed has to say HELLO again
-FENCE_DELAY = 0.5  # seconds
 PROBES = (0.0, 0.02, 0.2)  # seconds after a disconnect: the socket may learn of it later than its monitor
 
 
@@ -50,20 +49,18 @@ class Dispatcher:
         self.account = Account(settings.queue_items, settings.queue_bytes)
         self.metrics = metrics
         self.session = secrets.token_hex(8)
-        self.groups: dict[str, Group] = {}
-        self.model: ModelInfo | None = None  # of the latest group, which may have ended
+        self.catalog = Catalog(settings.model_names, settings.max_wait_ms / 1000, settings.group_wait, time.monotonic())
+        self.groups = self.catalog.groups
         self.draining = False
-        self.restarts = 0  # groups that came after one that had ended
-        self._last_lost: Group | None = None
-        self._refusal = ""  # of a group that speaks another wire version
+        self.restarts = 0  # groups that came after an epoch of theirs that had ended
         self._settings = settings
         self._run_dir: Path = settings.run_directory.absolute()
+        self.lost = Lost(self._run_dir)
+        self._fencing = Fencing(self._run_dir)
         self._queue = Queue(self._run_dir, self._handle, self._disconnected)
         self._ring: Ring | None = None
-        self._batcher = Batcher(settings.max_wait_ms / 1000)
         self._requests: set[Request] = set()
-        self._refused: set[bytes] = set()  # identities of epochs that are dead or superseded, for ever
-        self._without_group_since = time.monotonic()
+        self._refused: dict[bytes, str] = {}  # identities of epochs that get no step any more, and why
         self._step = 0
         self._feeding = False
         self._wake: asyncio.TimerHandle | None = None
@@ -73,7 +70,8 @@ class Dispatcher:
     async def start(self) -> None:
         """Claim the run directory and bind the queue. RunDirectoryError where another front end has it."""
         self._loop = asyncio.get_running_loop()
-        self._without_group_since = time.monotonic()
+        for served in self.catalog.models:
+            served.without_group_since = time.monotonic()
         self._queue.open()
         try:
             self._ring = open_ring(self._run_dir, self.session, self._settings.ring_bytes)
@@ -105,57 +103,58 @@ class Dispatcher:
         """Memory for a body that the ranks will see too; None where there is none left."""
         return None if self._ring is None else self._ring.take(size)
 
-    def submit(self, cut: Cut, request_id: str, deadline: float) -> Request:
+    def find(self, model: str | None) -> Served:
+        """The model that a request names, or the only one. NoSuchModel, UnnamedModel; NoGroup: nobody knows yet."""
+        served = self.catalog.find(model)
+        if model is not None and served.name is None:
+            last = self.lost.last() or "none yet"
+            raise NoGroup(f"no worker group has said yet which model it serves; the last one: {last}")
+        return served
+
+    def submit(self, cut: Cut, model: str | None, request_id: str, deadline: float) -> Request:
         """Queue a request; `await request.future`, which raises a RequestError where the whole request fails.
 
-        `deadline` is a time.monotonic(). Raises Draining or NoGroup; admission by size is the account's.
+        `deadline` is a time.monotonic(). Raises Draining, or as `find`; admission by size is the account's.
         """
         now = time.monotonic()
         if self.draining:
             raise Draining("the service takes no new requests")
-        if not self.groups and now - self._without_group_since > self._settings.group_wait:
-            waited = now - self._without_group_since
-            raise NoGroup(f"no worker group for {waited:.0f} s; the last one: {self.last_death() or 'none yet'}")
-        request = Request(cut.form, len(cut.items), deadline, cut=cut, id=request_id, future=self._loop.create_future())
+        served = self.find(model)
+        if not served.groups and (waited := now - served.without_group_since) > self._settings.group_wait:
+            last = self.lost.last(served.name, self.groups) or "none yet"
+            raise NoGroup(f"no worker group for {waited:.0f} s; the last one: {last}")
+        request = Request(
+            cut.form, len(cut.items), deadline, cut=cut, model=model, id=request_id, future=self._loop.create_future()
+        )
         if not request.size:
             request.end()
             return request
         request.timer = self._loop.call_later(max(0.0, deadline - now), self._expire, request)
         self._requests.add(request)
         request.future.add_done_callback(lambda _: self._requests.discard(request))
-        self._batcher.add(request, now)
+        served.batcher.add(request, now)
         self._feed_soon()
         return request
 
-    def unreadiness(self) -> str | None:
-        """Why the service is not ready; None when it is."""
-        now = time.monotonic()
+    def unreadiness(self, model: str | None = None) -> str | None:
+        """Why requests for `model`, or for some model, would not be answered now; None when they would. NoSuchModel."""
         if self.draining:
             return "draining"
-        if not self.groups:
-            last = self._refusal or self.last_death()
-            return "no worker group" + (f"; the last one: {last}" if last else " yet")
-        return next(filter(None, (group.unreadiness(now) for group in self.groups.values())), None)
+        for served in self.catalog.models if model is None else [self.catalog.find(model)]:
+            if (reason := self._unreadiness(served)) is not None:
+                return f"model {served.name}: {reason}" if self.catalog.several else reason
+        return None
 
-    def last_death(self) -> str:
-        """Why the last group that ended did, in its ranks' own words where the launcher has kept them; "" for none.
-
-        That may be a group that never came to say HELLO: its model cannot be loaded, say.
-        """
-        lost, told = self._last_lost, last_death(self._run_dir)
-        if told is not None and (lost is None or told.epoch >= lost.hello.epoch):
-            return told.text
-        return f"{lost.name}: {lost.ended_by}" if lost else ""
-
-    def _kind_of_death(self, lost: Group) -> str:
-        told = last_death(self._run_dir)
-        if told is not None and told.epoch == lost.hello.epoch:
-            return told.kind
-        return "left" if lost.leaving else "unknown"
+    def _unreadiness(self, served: Served) -> str | None:
+        if served.groups:
+            return served.unreadiness(time.monotonic())
+        last = self.lost.last(served.name, self.groups)
+        return "no worker group" + (f"; the last one: {last}" if last else " yet")
 
     def waiting(self) -> int:
         """Items that are in no step yet."""
-        return self._batcher.waiting(time.monotonic())
+        now = time.monotonic()
+        return sum(served.batcher.waiting(now) for served in self.catalog.models)
 
     def _expire(self, request: Request) -> None:
         request.end(DeadlineExceeded("the deadline passed before every item was answered"))
@@ -171,24 +170,28 @@ class Dispatcher:
     def _feed(self) -> None:
         self._feeding = False
         now = time.monotonic()
-        wake_at = float("inf")
-        for group in list(self.groups.values()):
-            while not (group.leaving or group.missing) and len(group.flights) < IN_FLIGHT:
-                flights = group.flights.values()
-                if any(flight.batch and flight.batch.strikes for flight in flights):
-                    break  # a suspect runs alone
-                if (wanted_at := group.wants_next_at()) > now:
-                    wake_at = min(wake_at, wanted_at)
-                    break
-                beside = sum(flight.size for flight in flights) if flights else None
-                batch = self._batcher.take(group.capacity, now, beside)
-                if batch is None or not self._send(group, batch):
-                    break
+        wake_at = min(self._feed_model(served, now) for served in self.catalog.models)
         if self._wake is not None:
             self._wake.cancel()
-        if (batch_at := self._batcher.wake_at()) > now:
-            wake_at = min(wake_at, batch_at)
-        self._wake = self._loop.call_later(wake_at - now, self._feed_soon) if now < wake_at < float("inf") else None
+        self._wake = self._loop.call_later(wake_at - now, self._feed_soon) if wake_at < float("inf") else None
+
+    def _feed_model(self, served: Served, now: float) -> float:
+        """Steps to whichever group is free, the idlest first; when to look again."""
+        wake_at = float("inf")
+        groups = list(served.groups.values())
+        while groups:
+            group = min(groups, key=lambda one: len(one.flights))
+            wanted_at = group.wants_next_at()
+            if wanted_at <= now:
+                beside = sum(flight.size for flight in group.flights.values()) if group.flights else None
+                batch = served.batcher.take(group.capacity, now, beside, group.hello.group)
+                if batch is not None and self._send(group, batch):
+                    continue
+            else:
+                wake_at = min(wake_at, wanted_at)
+            groups.remove(group)
+        batch_at = served.batcher.wake_at()
+        return min(wake_at, batch_at) if batch_at > now else wake_at
 
     def _send(self, group: Group, batch: Batch | None) -> bool:
         """A step, or a canary; False where the group took none."""
@@ -202,7 +205,7 @@ class Dispatcher:
         sent = self._queue.send(group.identity, step, payload)
         if sent is not Sent.YES:
             if batch is not None:
-                self._batcher.put_back([batch], strike=False)
+                self.catalog.of(group).batcher.put_back([batch], strike=False)
             if sent is Sent.GONE:
                 self._disconnected()
             else:
@@ -246,11 +249,10 @@ class Dispatcher:
 
     def _greeted(self, identity: bytes, hello: Hello, group: Group | None) -> None:
         if hello.wire != wire.WIRE:
-            self._refusal = f"group {hello.group} speaks wire version {hello.wire}, this front end {wire.WIRE}"
-            log.error("refused: %s", self._refusal)
+            self._refuse(hello, f"it speaks wire version {hello.wire}, this front end {wire.WIRE}")
             return
         if identity in self._refused:
-            self._fence(hello, "its epoch was given up")
+            self._fencing.fence(hello, self._refused[identity])
             return
         if group is not None:  # the connection was lost for a while, and with it perhaps a step
             log.warning("%s said HELLO again", group.name)
@@ -258,21 +260,37 @@ class Dispatcher:
             group.missing = group.settled = False
             group.hello = hello
         else:
+            if (why := self.catalog.refusal(hello, time.monotonic())) is not None:
+                self._refused[identity] = why
+                self._refuse(hello, why)
+                self._fencing.fence(hello, why)
+                return
             if (old := self.groups.get(hello.group)) is not None:
                 self._lost(old, f"superseded by epoch {hello.epoch}")
-            self.groups[hello.group] = Group(identity, hello)
-            self.model = hello.model
-            self._refusal = ""
-            if self._last_lost is not None:
-                self.restarts += 1
-                self.metrics.restarts.labels(self._kind_of_death(self._last_lost)).inc()
-            self.metrics.epochs.inc()
-            log.info("group %s epoch %d: %d ranks of %s", hello.group, hello.epoch, hello.world, hello.model.name)
-            if self._on_ready is not None:
-                self._on_ready(self.groups[hello.group])
-                self._on_ready = None
+            self._welcome(Group(identity, hello))
         self.metrics.group_changed(hello.group, hello.world, up=True)
         self._feed_soon()
+
+    def _refuse(self, hello: Hello, why: str) -> None:
+        log.error("group %s epoch %d is refused: %s", hello.group, hello.epoch, why)
+        self.lost.refuse(hello, why)
+
+    def _welcome(self, group: Group) -> None:
+        hello = group.hello
+        self.catalog.welcome(group)
+        for request in list(self._requests):  # nobody gets the answer of a model that took the place of another
+            try:
+                self.catalog.find(request.model)
+            except RequestError as error:
+                request.end(error)
+        if (kind := self.lost.replaced(hello.group)) is not None:
+            self.restarts += 1
+            self.metrics.restarts.labels(kind).inc()
+        self.metrics.epochs.inc()
+        log.info("%s: %d ranks of %s", group.name, hello.world, hello.model.name)
+        if self._on_ready is not None:
+            self._on_ready(group)
+            self._on_ready = None
 
     def _ended(self, group: Group, flight: Flight, result: Result, payload: list[Buffer]) -> None:
         if flight.batch is None:
@@ -280,12 +298,12 @@ class Dispatcher:
             return
         self.metrics.step_ended(group.hello.group, flight.size, group.capacity, result)
         slowest = max((stats.forward_seconds for stats in result.stats), default=0.0)
-        ran = Ran(flight.sent, group.last_step, flight.size, result.stats, result.collect_seconds)
+        ran = Ran(flight.sent, group.last_step, flight.size, result.stats, result.collect_seconds, group.hello.group)
         for request in steps.requests(flight.batch):
             request.forward += slowest
             request.collect += result.collect_seconds
             request.ran.append(ran)
-        steps.deal(flight.batch, result, payload, group.hello.world)
+        steps.deal(flight.batch, result, payload, group.hello.group, group.hello.world)
 
     # ---- groups that end
 
@@ -295,11 +313,21 @@ class Dispatcher:
 
     def _probe(self) -> None:
         """The queue does not say whose connection it was: whoever cannot be reached is gone."""
-        for group in list(self.groups.values()):
-            if not group.missing and self._queue.send(group.identity, Ping()) is Sent.GONE:
-                group.missing = True
-                self._note_in_flight(group)
-                self._loop.call_later(MISSING, self._give_up, group)
+        gone = [
+            group
+            for group in self.groups.values()
+            if not group.missing and self._queue.send(group.identity, Ping()) is Sent.GONE
+        ]
+        for group in gone:
+            group.missing = True
+            self._fencing.note_in_flight(group.hello, self._ids(group))
+            self._loop.call_later(MISSING, self._give_up, group)
+        for group in gone:
+            others = self.catalog.of(group).groups.values()
+            if group.flights and not all(other.missing or other.leaving for other in others):
+                log.error("%s cannot be reached; what it held runs elsewhere: %s", group.name, self._ids(group))
+                self._requeue(group, strike=not group.leaving)
+                self._feed_soon()
 
     def _give_up(self, group: Group) -> None:
         """A front end that was paused finds its connections closed; ranks that live say HELLO again at once."""
@@ -310,20 +338,21 @@ class Dispatcher:
         """A group has died, is late or has left: it is fenced, and what it held runs elsewhere, at the head."""
         if self.groups.get(group.hello.group) is not group:
             return
-        del self.groups[group.hello.group]
-        self._refused.add(group.identity)
-        self._without_group_since = time.monotonic()
-        self._last_lost = group
-        group.ended_by = why
+        self._refused[group.identity] = "its epoch was given up"
+        group.ended_by = "it has left" if group.leaving and not group.flights else why
+        served = self.catalog.lose(group, time.monotonic())
+        self.lost.add(group)
+        patience = 0.0 if group.leaving else self._settings.group_wait
+        self._loop.call_later(patience, self._free_suspects, served, group.hello.group)
         self.metrics.group_deaths.inc()
         self.metrics.group_changed(group.hello.group, group.hello.world, up=False)
         if group.leaving and not group.flights:
-            group.ended_by = "it has left"
             log.info("%s has left", group.name)
             return
         log.error("%s is given up: %s; in flight: %s", group.name, why, self._ids(group) or "nothing")
-        self._note_in_flight(group)
-        self._fence(group.hello, why)
+        if not group.missing:  # then it was noted at once
+            self._fencing.note_in_flight(group.hello, self._ids(group))
+        self._fencing.fence(group.hello, why)
         self._requeue(group, strike=not group.leaving)
         self._feed_soon()
 
@@ -333,30 +362,16 @@ class Dispatcher:
             flight.late.cancel()
         group.flights.clear()
         self.metrics.requeued.inc(sum(batch.size for batch in batches))
-        for piece in self._batcher.put_back(batches, strike):
+        for piece in self.catalog.of(group).batcher.put_back(batches, strike, group.hello.group):
             log.error("item %d of request %s kills its group: given up", piece.start, steps.request(piece).id)
             error = PoisonItem("the worker group died each time that it ran the item, the last time alone")
             steps.fail([piece], error)
 
-    def _fence(self, hello: Hello, why: str) -> None:
-        """Ask the launcher to kill the epoch, whatever state its ranks are in.
-
-        A little later: ranks that still can end by themselves, and say better why.
-        """
-
-        def write() -> None:
-            with contextlib.suppress(OSError):  # the launcher may have cleared the epoch away already
-                (self._epoch_dir(hello) / "fenced").write_text(why)
-
-        self._loop.call_later(FENCE_DELAY, write)
-
-    def _note_in_flight(self, group: Group) -> None:
-        """For the launcher's post-mortem, which is written within a second of a death."""
-        with contextlib.suppress(OSError):  # the launcher may have cleared the epoch away already
-            (self._epoch_dir(group.hello) / "in-flight").write_text(self._ids(group) or "none")
-
-    def _epoch_dir(self, hello: Hello) -> Path:
-        return self._run_dir / "epochs" / f"{hello.group}-{hello.epoch}"
+    def _free_suspects(self, served: Served, group: str) -> None:
+        """A group that does not come back keeps nothing waiting."""
+        if group not in served.groups:
+            served.batcher.free(group)
+            self._feed_soon()
 
     def _ids(self, group: Group) -> str:
         ids = (

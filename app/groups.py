@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from app.batcher import Batch
 from workers.wire import Hello, Result
 
+IN_FLIGHT = 2  # steps a group holds: one that runs, one that waits on the ranks' side
 FRESH = 5.0  # seconds for which a step proves that its group is ready
 LEAD = 0.01, 0.25  # seconds, or part of a forward, by which the next one should be on the ranks before they want it
 
@@ -73,7 +74,12 @@ class Group:
         """When a step should go behind the one that runs: just in time, so that it is as full and fair as can be.
 
         A guess, by the shortest of the latest forwards: too early costs little, and when a step ends one goes anyhow.
+        Infinite where none may go before that.
         """
+        if self.leaving or self.missing or len(self.flights) >= IN_FLIGHT:
+            return float("inf")
+        if any(flight.batch and flight.batch.strikes for flight in self.flights.values()):
+            return float("inf")  # a suspect runs alone
         if not self.flights:
             return 0.0
         running, usual = next(iter(self.flights.values())), min(self.forwards)

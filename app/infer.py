@@ -1,4 +1,4 @@
-"""`POST /infer`: which content type is read and which is written; it knows no model and no queue."""
+"""`POST /infer`: which model is asked, which content type is read and which is written; it knows no queue."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from collections.abc import AsyncGenerator, MutableMapping, Sequence
 from itertools import groupby, islice
 from operator import attrgetter
 from typing import Any
+from urllib.parse import parse_qs
 
 from app import codecs, crowd, lines, multipart
 from app.batcher import Hold
+from app.dispatcher import Dispatcher
 from app.door import Receive, Send
 from app.intake import Answer, Fields, Intake, timing
 from app.problem import problem
 from app.steps import Request
-from workers.errors import InvalidItem, PhalanxError
+from workers.errors import InvalidItem, PhalanxError, UnnamedModel
 from workers.wire import Encoding
 
 RUNS = 100  # of ranks in a header: proxies take no more than 4 KiB of headers in all
@@ -23,14 +25,17 @@ RUNS = 100  # of ranks in a header: proxies take no more than 4 KiB of headers i
 class Infer:
     """The route, as a plain ASGI app: one pass over a request, with no per-request machinery around it."""
 
-    def __init__(self, intake: Intake, max_items: int) -> None:
+    def __init__(self, intake: Intake, dispatcher: Dispatcher, max_items: int) -> None:
         self._intake = intake
+        self._dispatcher = dispatcher
         self._max_items = max_items
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         await self._intake.serve(scope, receive, send, self._answer, problem)
 
     async def _answer(self, scope: MutableMapping[str, Any], receive: Receive, hold: Hold, began: float) -> Answer:
+        model = _model(scope["query_string"])
+        self._dispatcher.find(model)  # before the body is read, and once more after it
         headers = dict(scope["headers"])
         content_type = headers.get(b"content-type", b"")
         media = codecs.request_media(content_type)
@@ -47,13 +52,15 @@ class Infer:
                 await self._intake.aside(body, crowd.check, body, self._max_items)
             cut = codecs.cut(body, media, returns, block)
         if wanted == "ndjson":
-            return await self._stream(scope, cut, hold, deadline)
-        request = await self._intake.results(scope, cut, hold, deadline)
+            return await self._stream(scope, cut, model, hold, deadline)
+        request = await self._intake.results(scope, cut, model, hold, deadline)
         return _write(request, scope["state"]["request_id"], returns, began)
 
-    async def _stream(self, scope: MutableMapping[str, Any], cut: codecs.Cut, hold: Hold, deadline: float) -> Answer:
+    async def _stream(
+        self, scope: MutableMapping[str, Any], cut: codecs.Cut, model: str | None, hold: Hold, deadline: float
+    ) -> Answer:
         """Begun with the first results: what fails the whole request before is its status, after that its lines'."""
-        request = self._intake.submit(scope, cut, hold, deadline)
+        request = self._intake.submit(scope, cut, model, hold, deadline)
         request.progress = progress = asyncio.Event()
         try:
             if not request.future.done():
@@ -73,6 +80,16 @@ class Infer:
             self._intake.count(request)
 
         return 200, [(b"content-type", codecs.MEDIA_TYPES["ndjson"].encode())], pieces()
+
+
+def _model(query: bytes) -> str | None:
+    """The model that a query string names, if it does; other parameters are nobody's. UnnamedModel: it names two."""
+    if not query:
+        return None
+    names = set(parse_qs(query.decode(errors="replace"), keep_blank_values=True).get("model", []))
+    if len(names) > 1:
+        raise UnnamedModel(f"the query names {len(names)} models; one request is for one")
+    return next(iter(names), None)
 
 
 def _write(request: Request, request_id: str, returns: Encoding, began: float) -> Answer:
@@ -107,9 +124,9 @@ def _all_failed(request: Request, failed: dict[int, PhalanxError], request_id: s
 
 
 def _ranks(spans: Sequence[codecs.Span]) -> bytes:
-    """Which rank had each item, in order: `0*32,1*32` is the first 32 and the next 32; `-` is none."""
+    """Which rank had each item, in order: `0*32,1/0*32` is rank 0 of group 0, then that of group 1; `-` is none."""
     runs = [
-        b"%s*%d" % (b"-" if rank is None else b"%d" % rank, sum(len(span.lengths) for span in run))
+        b"%s*%d" % (b"-" if rank is None else rank.encode(), sum(len(span.lengths) for span in run))
         for rank, run in islice(groupby(spans, attrgetter("rank")), RUNS + 1)
     ]
     return b",".join([*runs[:RUNS], b"..."] if len(runs) > RUNS else runs)
@@ -156,6 +173,7 @@ _HEADERS = {
     "X-Phalanx-Ranks": {
         "schema": {"type": "string", "example": "0*32,1*32"},
         "description": "The rank that had each item, in order: here rank 0 the first 32 and rank 1 the next 32. "
+        "`1/0` is rank 0 of group 1, and without a group it is of group 0. "
         f"`-` stands for none; after {RUNS} runs `...` stands for the rest",
     },
     "Server-Timing": {
@@ -166,8 +184,9 @@ _HEADERS = {
 _NPY = {"schema": {"type": "string", "format": "binary"}}
 _LINES = {"schema": {"type": "string"}}
 _STATUSES = {
-    400: "The body or a header is broken",
+    400: "The body or a header is broken, or one of several models must be named",
     401: "No valid API key",
+    404: "No model of that name is served",
     406: "No acceptable form for the answer",
     408: "The body stopped coming",
     413: "Too many bytes or items",
@@ -184,6 +203,12 @@ OPENAPI: dict[str, Any] = {
         "summary": "Run a batch on every rank at once; results in order",
         "operationId": "infer",
         "parameters": [
+            {
+                "name": "model",
+                "in": "query",
+                "schema": {"type": "string"},
+                "description": "Name of the model; only where several are served it must be there",
+            },
             {"name": "X-Request-ID", "in": "header", "schema": {"type": "string"}, "description": "Echoed and logged"},
             {
                 "name": "X-Request-Timeout",

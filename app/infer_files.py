@@ -21,7 +21,7 @@ from app.call import ASK_AGAIN
 from app.client import AsyncClient, RequestError, tls
 from app.results import Results, opened
 from app.sources import Source, source
-from workers.errors import DeadlineExceeded, ResultsError, ServiceError, SettingsError
+from workers.errors import DeadlineExceeded, NoSuchModel, ResultsError, ServiceError, SettingsError, UnnamedModel
 
 LIVE, PLAIN = 0.2, 5.0  # seconds between two reports, on a terminal and elsewhere
 HELLO_TIMEOUT = 5.0  # seconds
@@ -34,6 +34,7 @@ class Run:
     files: list[Path]
     output: Path | None
     url: str
+    model: str | None = None
     api_key_file: Path | None
     concurrency: int
     chunk: int
@@ -51,7 +52,9 @@ def run(wanted: Run) -> int:
     key = _key(wanted.api_key_file)
     output = _output(wanted, sources)
     _greet(wanted.url)
-    mark = {"inputs": [one.mark for one in sources], "parameters": parameters}
+    mark = {"inputs": [one.mark for one in sources], "parameters": parameters} | (
+        {"model": wanted.model} if wanted.model else {}
+    )
     try:
         with opened(output, mark, total, resume=wanted.resume, force=wanted.force) as results:
             report = Report(results, total)
@@ -80,7 +83,14 @@ async def _infer(
 ) -> None:
     reporting = asyncio.create_task(report.keep())
     # Time is what limits how often a request is tried again: a run survives a restart of the service.
-    client = AsyncClient(wanted.url, api_key=key, timeout=wanted.timeout, retries=sys.maxsize, chunk_items=wanted.chunk)
+    client = AsyncClient(
+        wanted.url,
+        api_key=key,
+        model=wanted.model,
+        timeout=wanted.timeout,
+        retries=sys.maxsize,
+        chunk_items=wanted.chunk,
+    )
     async with client:
         start = results.done
         for one in sources:
@@ -181,6 +191,8 @@ def _greet(url: str) -> None:
 
 def _hint(error: RequestError) -> str:
     """What to do; to repeat does not cure every refusal."""
+    if isinstance(error, NoSuchModel | UnnamedModel):
+        return "give the name of one that is served with --model"
     match error.status:
         case 401:
             return "give the service's key with --api-key-file"

@@ -185,9 +185,9 @@ class Intake:
         """`work(*given)`, which takes long where the body is long: then in a thread."""
         return work(*given) if len(body) < LONG else await asyncio.to_thread(work, *given)
 
-    async def results(self, scope: Scope, cut: Cut, hold: Hold, deadline: float) -> Request:
+    async def results(self, scope: Scope, cut: Cut, model: str | None, hold: Hold, deadline: float) -> Request:
         """The request, answered. Raises the RequestError that is the answer to all of it."""
-        request = self.submit(scope, cut, hold, deadline)
+        request = self.submit(scope, cut, model, hold, deadline)
         try:
             await request.future
         finally:
@@ -195,13 +195,13 @@ class Intake:
         self.count(request)
         return request
 
-    def submit(self, scope: Scope, cut: Cut, hold: Hold, deadline: float) -> Request:
+    def submit(self, scope: Scope, cut: Cut, model: str | None, hold: Hold, deadline: float) -> Request:
         """The request, queued; whoever has its `future` in the end calls `forget`."""
         count = len(cut.items) + len(cut.broken)
         if count > self._settings.max_items:
             raise TooLarge(f"{count} items are over the limit of {self._settings.max_items} in one request")
         hold.take_items(count)
-        request = self._dispatcher.submit(cut, scope["state"]["request_id"], deadline)
+        request = self._dispatcher.submit(cut, model, scope["state"]["request_id"], deadline)
         scope[REQUEST] = request
         scope[HANG_UP] = lambda: request.end(ClientGone("wait"))  # what of it is queued is dropped
         return request

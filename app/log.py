@@ -73,6 +73,8 @@ def _members(entry: Entry) -> dict[str, object]:
     if entry.error is not None:
         members["error"] = entry.error
     if (request := entry.request) is not None:
+        if request.model is not None:
+            members["model"] = request.model
         members["items"] = request.size + len(request.cut.broken)
         members["failed"] = len(request.failures) + len(request.cut.broken)
         members["queue_ms"] = _ms((request.started or entry.ended) - (request.added or entry.began))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import datetime
+import time
 from importlib.metadata import version
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Query, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from app.dispatcher import Dispatcher
@@ -26,23 +28,36 @@ def routes(settings: Settings, dispatcher: Dispatcher, metrics: Metrics) -> APIR
     @router.get(
         "/readyz",
         summary="Would a request be answered now?",
-        responses={503: {"description": "Not ready; `reason` says why"}},
+        responses={404: {"description": "No such model"}, 503: {"description": "Not ready; `reason` says why"}},
     )
-    async def readyz(response: Response) -> dict[str, str]:
-        reason = dispatcher.unreadiness()
+    async def readyz(
+        response: Response, model: Annotated[str | None, Query(description="This one; unset: every one")] = None
+    ) -> dict[str, str]:
+        reason = dispatcher.unreadiness(model)
         if reason is None:
             return {"status": "ready"}
         response.status_code = 503
         return {"status": "unready", "reason": reason}
 
-    @router.get("/info", summary="Model, ranks, devices, limits and versions")
+    @router.get("/info", summary="Models, groups, ranks, devices, limits and versions")
     async def info() -> dict[str, Any]:
         return {
             "name": "phalanx",
             "ready": dispatcher.unreadiness() is None,
+            "models": {
+                served.name: {"ready": reason is None, "reason": reason, "groups": sorted(served.groups)}
+                for served in dispatcher.catalog.models
+                if served.name is not None
+                for reason in [dispatcher.unreadiness(served.name)]
+            },
             "groups": {name: _describe(group) for name, group in dispatcher.groups.items()},
+            "lost": {
+                end.group: {"since": _date(end.at), "why": end.why}
+                for end in dispatcher.lost.all().values()
+                if end.group not in dispatcher.groups and end.kind != "left"
+            },
             "restarts": dispatcher.restarts,
-            "last_death": dispatcher.last_death() or None,
+            "last_death": dispatcher.lost.last() or None,
             "limits": {
                 name: getattr(settings, name)
                 for name in ("max_items", "max_body_bytes", "queue_items", "queue_bytes", "request_timeout")
@@ -67,6 +82,7 @@ def routes(settings: Settings, dispatcher: Dispatcher, metrics: Metrics) -> APIR
 
 def _describe(group: Group) -> dict[str, Any]:
     hello, model = group.hello, group.hello.model
+    reason = group.unreadiness(time.monotonic())
     canary = "its example" if model.has_example else "no items: the model has no example"
     return {
         "epoch": hello.epoch,
@@ -81,5 +97,11 @@ def _describe(group: Group) -> dict[str, Any]:
             "example": None if model.example is None else msgspec.json.decode(model.example),
             "canary": canary,
         },
+        "ready": reason is None,
+        "reason": reason,
         "leaving": group.leaving,
     }
+
+
+def _date(seconds: float) -> str:
+    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat(timespec="seconds")

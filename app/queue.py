@@ -81,6 +81,8 @@ class Queue:
         os.close(self._lock)
 
     def send(self, identity: bytes, message: Message, payload: Sequence[Buffer] = ()) -> Sent:
+        if self._socket.closed:
+            return Sent.GONE
         try:
             self._socket.send_multipart([identity, *wire.encode(message, payload)], zmq.NOBLOCK, copy=False)
         except zmq.Again:

@@ -21,6 +21,8 @@ log = logging.getLogger("app")
 
 PREFIX = "PHALANX_"
 MIB = 2**20
+NAME = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"  # of groups and models: they stand in paths, addresses and command lines
+GROUP_NAME, MODEL_NAME = 32, 64  # characters at most
 
 Count = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -54,6 +56,13 @@ class Settings(BaseSettings):
         description="Run directory, on tmpfs; unset: `$XDG_RUNTIME_DIR/phalanx-<port>`, else "
         "`/dev/shm/phalanx-<uid>-<port>`.",
     )
+    model_name: str | None = Field(None, description="What clients call the model by; unset: its class's name.")
+    models: str | None = Field(
+        None,
+        description="Names of the models a front end serves, comma-separated, where there are several; unset: one, "
+        "whichever the groups bring.",
+    )
+    group: str = Field("0", description="Name of the worker group; each in a run directory has its own.")
     max_batch_size: Count | None = Field(None, description="Items a rank gets in one step; unset: the model's own.")
     max_wait_ms: float = Field(
         0, ge=0, allow_inf_nan=False, description="Milliseconds an idle group waits for more items before a step."
@@ -92,7 +101,7 @@ class Settings(BaseSettings):
         None, description="HOST:PORT of node 0, at which its launcher waits for those of the other hosts."
     )
     interface: str | None = Field(
-        None, min_length=1, description="Network interface between the hosts; unset or `auto`: the one that leads to node 0."
+        None, min_length=1, description="Interface between the hosts; unset or `auto`: the one that leads to node 0."
     )
     local_addr: str | None = Field(
         None, min_length=1, description="This host's address for the others; unset or `auto`: the interface's."
@@ -116,6 +125,11 @@ class Settings(BaseSettings):
         if runtime.startswith("/"):
             return Path(runtime, f"phalanx-{self.port}")
         return Path(f"/dev/shm/phalanx-{os.getuid()}-{self.port}")
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """Of `models`; none where that is unset."""
+        return () if self.models is None else tuple(name.strip() for name in self.models.split(","))
 
     def api_keys(self) -> tuple[bytes, ...]:
         """The keys in `api_keys_file`, read now; none where it is unset. OSError or ValueError where it is unusable."""
@@ -158,6 +172,30 @@ class Settings(BaseSettings):
     @classmethod
     def _auto(cls, value: object) -> object:
         return None if value == "auto" else value  # a compose file can give a variable a value, but not take it away
+
+    @field_validator("group")
+    @classmethod
+    def _names_a_group(cls, value: str) -> str:
+        if not re.fullmatch(NAME, value) or len(value) > GROUP_NAME:
+            raise ValueError(
+                f"a name of at most {GROUP_NAME} letters, digits, `_`, `.` and `-`, the first no `-` or `.`"
+            )
+        return value
+
+    @field_validator("model_name", "models")
+    @classmethod
+    def _names_models(cls, value: str | None, info: ValidationInfo) -> str | None:
+        one = info.field_name == "model_name"
+        names = [] if value is None else [value] if one else [name.strip() for name in value.split(",")]
+        for name in names:
+            if not re.fullmatch(NAME, name) or len(name) > MODEL_NAME:
+                what = "a name" if one else "names, comma-separated, each"
+                raise ValueError(
+                    f"{what} of at most {MODEL_NAME} letters, digits, `_`, `.` and `-`, the first no `-` or `.`"
+                )
+            if names.count(name) > 1:
+                raise ValueError(f"each name once; {name} is there {names.count(name)} times")
+        return value
 
     @field_validator("run_dir", "api_keys_file", "cluster_key_file", mode="before")
     @classmethod

@@ -26,6 +26,7 @@ class Ran(NamedTuple):
     items: int
     stats: list[RankStats]
     collect_seconds: float
+    group: str
 
 
 @dataclass(eq=False)
@@ -35,6 +36,7 @@ class Request(Job):
     cut: Cut = field(kw_only=True)
     id: str = field(kw_only=True)
     future: asyncio.Future[None] = field(kw_only=True)
+    model: str | None = field(kw_only=True, default=None)  # by the name that the client gave, if it did
     timer: asyncio.TimerHandle | None = None
     refused: str | None = None  # the error's type, where no item has a result and that is the answer
     progress: asyncio.Event | None = None  # set with every news of it, for an answer that is written bit by bit
@@ -108,7 +110,7 @@ def shards(batch: Batch, world: int) -> tuple[Form, list[list[int]], list[Place 
     return form, lengths, places, payload
 
 
-def deal(batch: Batch, result: Result, payload: Sequence[Buffer], world: int) -> None:
+def deal(batch: Batch, result: Result, payload: Sequence[Buffer], group: str, world: int) -> None:
     """Each piece its results: the slices of the ranks' frames that hold its items.
 
     An answer that does not fit the step is an InternalError for all of them: never somebody else's results.
@@ -120,6 +122,7 @@ def deal(batch: Batch, result: Result, payload: Sequence[Buffer], world: int) ->
     returns = request(batch.pieces[0]).cut.form.returns
     failures: Failures = {one.index: by_type(one.type)(one.detail) for one in result.failures}
     starts = [share.start for share in wire.shares(batch.size, world)]
+    names = [rank_name(group, rank) for rank in range(world)]
     places = [wire.offsets(lengths, returns) for lengths in result.lengths]
     first = 0  # item of the step
     for piece in batch.pieces:
@@ -132,9 +135,14 @@ def deal(batch: Batch, result: Result, payload: Sequence[Buffer], world: int) ->
             frame = memoryview(payload[rank])[places[rank][low] : places[rank][high - 1] + lengths[-1]]
             rows = result.rows[rank] if len(result.rows[rank]) == 1 else result.rows[rank][low:high]
             failed = {at + i: failures[first + i] for i in range(high - low) if first + i in failures}
-            request(piece).settle(Span(at, lengths, frame, rows, rank), failed)
+            request(piece).settle(Span(at, lengths, frame, rows, names[rank]), failed)
             first += high - low
             at += high - low
+
+
+def rank_name(group: str, rank: int) -> str:
+    """As clients read it: `0` is rank 0 of group 0, `1/0` that of group 1."""
+    return f"{rank}" if group == "0" else f"{group}/{rank}"
 
 
 def fail(pieces: Sequence[Piece], error: PhalanxError) -> None:

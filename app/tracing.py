@@ -80,7 +80,7 @@ class Tracing:
                 for stats in step.stats:
                     began = min(max(stats.began, step.sent), step.ended)
                     stop = min(began + stats.forward_seconds, step.ended)
-                    attributes = {"phalanx.rank": stats.rank, "phalanx.items": stats.items}
+                    attributes = {"phalanx.rank": stats.rank, "phalanx.group": step.group, "phalanx.items": stats.items}
                     span("forward", own, began, stop, **attributes)
                 span("collect", own, max(step.sent, step.ended - step.collect_seconds), step.ended)
             trace.span.set_attribute("phalanx.items", request.size)

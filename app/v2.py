@@ -16,6 +16,7 @@ from fastapi import APIRouter, Request, Response
 
 from app import codecs, tensors
 from app.batcher import Hold
+from app.catalog import Served
 from app.codecs import Cut
 from app.dispatcher import Dispatcher
 from app.door import Receive, Send
@@ -38,27 +39,26 @@ class V2:
     def __init__(self, intake: Intake, dispatcher: Dispatcher) -> None:
         self._intake = intake
         self._dispatcher = dispatcher
-        self._seen: tuple[ModelInfo, str, tuple[int, ...]] | None = None  # results: of which model, datatype, shape
+        self._seen: dict[str, tuple[ModelInfo, str, tuple[int, ...]]] = {}  # results: of which model, datatype, shape
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._intake.serve(scope, receive, send, self._answer, plain)
 
-    def model(self, name: str, version: str | None) -> ModelInfo:
-        """What is served by that name. NoSuchPath: nothing. NoGroup: no group has come yet to say it."""
-        model = self._dispatcher.model
-        if model is None:
-            last = self._dispatcher.last_death() or "none yet"
-            raise NoGroup(f"no worker group has said yet which model it serves; the last one: {last}")
-        if name != model.name:
-            raise NoSuchPath(f"there is no model {name[:100]!r}; {model.name!r} is served here")
+    def model(self, name: str, version: str | None) -> Served:
+        """What is served by that name. NoSuchModel, NoSuchPath: nothing. NoGroup: no group has come yet to say it."""
+        served = self._dispatcher.find(name)
         if version not in (None, VERSION):
-            raise NoSuchPath(f"{model.name} has no version {version[:100]!r}; it has {VERSION!r}")
-        return model
+            raise NoSuchPath(f"{served.name} has no version {version[:100]!r}; it has {VERSION!r}")
+        return served
 
-    async def describe(self, model: ModelInfo) -> dict[str, Any]:
+    async def describe(self, served: Served) -> dict[str, Any]:
         """Its metadata. What its results are is learned from them: where none were seen yet, from its example's."""
+        model = served.info
+        if model is None:
+            raise NoGroup(f"no worker group has come yet to say what {served.name} takes")
         dtype, shape = _inputs(model)
-        if self._known(model) is None and model.example is not None and self._dispatcher.unreadiness() is None:
+        ready = self._dispatcher.unreadiness(model.name) is None
+        if self._known(model) is None and model.example is not None and ready:
             with contextlib.suppress(PhalanxError):
                 await self._run_example(model, model.example)
         datatype, row = self._known(model) or ("FP32", ())
@@ -73,8 +73,10 @@ class V2:
     async def _answer(self, scope: Scope, receive: Receive, hold: Hold, began: float) -> Answer:
         where = INFER.fullmatch(scope["path"])
         assert where is not None  # says app.main
-        model = self.model(**where.groupdict())
-        _inputs(model)
+        served = self.model(**where.groupdict())
+        name, model = served.name, served.info
+        if model is not None:  # else what it takes its group will say, which the request waits for
+            _inputs(model)
         headers = dict(scope["headers"])
         json_size = _json_size(headers)
         deadline = self._intake.deadline(began, headers)
@@ -83,9 +85,9 @@ class V2:
         hold.take_bytes(asked.made)
         deadline = min(deadline, began + asked.timeout)
         request, output = await self._run(
-            model, asked.cut, lambda cut: self._intake.results(scope, cut, hold, deadline)
+            model, asked.cut, lambda cut: self._intake.results(scope, cut, name, hold, deadline)
         )
-        members = {"model_name": model.name, "model_version": VERSION} | ({} if asked.id is None else {"id": asked.id})
+        members = {"model_name": name, "model_version": VERSION} | ({} if asked.id is None else {"id": asked.id})
         text, json_size = tensors.write(members, output, asked.binary)
         media = b"application/json" if json_size is None else b"application/octet-stream"
         fields: Fields = [(b"content-type", media), (b"content-length", b"%d" % len(text))]
@@ -95,7 +97,7 @@ class V2:
         return 200, fields, text
 
     async def _run(
-        self, model: ModelInfo, cut: Cut, results: Callable[[Cut], Awaitable[Items]]
+        self, model: ModelInfo | None, cut: Cut, results: Callable[[Cut], Awaitable[Items]]
     ) -> tuple[Items, Output]:
         """Results as a tensor; if they are no numbers, run once more, as texts.
 
@@ -126,7 +128,9 @@ class V2:
         hold = self._dispatcher.account.open()
 
         async def results(cut: Cut) -> Items:
-            request = self._dispatcher.submit(cut, f"example of {model.name}", time.monotonic() + EXAMPLE_TIME)
+            request = self._dispatcher.submit(
+                cut, model.name, f"example of {model.name}", time.monotonic() + EXAMPLE_TIME
+            )
             await request.future
             return request
 
@@ -136,20 +140,27 @@ class V2:
         finally:
             hold.release()
 
-    def _known(self, model: ModelInfo) -> tuple[str, tuple[int, ...]] | None:
+    def _known(self, model: ModelInfo | None) -> tuple[str, tuple[int, ...]] | None:
         """Datatype and shape of one result; -1 is a size that varies."""
-        return None if self._seen is None or self._seen[0] is not model else self._seen[1:]
+        seen = None if model is None else self._seen.get(model.name)
+        return None if seen is None or seen[0] is not model else seen[1:]
 
-    def _learn(self, model: ModelInfo, output: Output) -> None:
+    def _learn(self, model: ModelInfo | None, output: Output) -> None:
         """The first answer decides, so that an odd one changes nothing for others, but for sizes that vary.
 
-        Parameters may make it odd: such an answer tells of no other.
+        Parameters may make it odd: such an answer tells of no other. Nor does one of a model that was not known yet.
         """
+        if model is None:
+            return
         known, row = self._known(model), output.shape[1:]
         if known is None:
-            self._seen = model, output.datatype, row
+            self._seen[model.name] = model, output.datatype, row
         elif known[0] == output.datatype and len(known[1]) == len(row):
-            self._seen = model, known[0], tuple(a if a == b else -1 for a, b in zip(row, known[1], strict=True))
+            self._seen[model.name] = (
+                model,
+                known[0],
+                tuple(a if a == b else -1 for a, b in zip(row, known[1], strict=True)),
+            )
 
 
 def routes(protocol: V2, dispatcher: Dispatcher) -> APIRouter:
@@ -157,8 +168,8 @@ def routes(protocol: V2, dispatcher: Dispatcher) -> APIRouter:
     router = APIRouter(tags=["open inference protocol"])
     server = {"name": "phalanx", "version": version("phalanx"), "extensions": ["binary_tensor_data", "parameters"]}
 
-    def readiness(response: Response) -> dict[str, Any]:
-        reason = dispatcher.unreadiness()
+    def readiness(response: Response, model: str | None = None) -> dict[str, Any]:
+        reason = dispatcher.unreadiness(model)
         response.status_code = 200 if reason is None else 503
         return {"ready": reason is None} | ({} if reason is None else {"error": reason})
 
@@ -178,7 +189,8 @@ def routes(protocol: V2, dispatcher: Dispatcher) -> APIRouter:
         return await protocol.describe(protocol.model(**_where(request)))
 
     async def model_ready(request: Request, response: Response) -> dict[str, Any]:
-        return {"name": protocol.model(**_where(request)).name} | readiness(response)
+        name = protocol.model(**_where(request)).name
+        return {"name": name} | readiness(response, name)
 
     for path in MODEL:
         extra = {"parameters": _parameters(path)}

@@ -20,6 +20,7 @@ class Seen:
     headers: dict[str, str]
     items: list
     parameters: object
+    path: str = ""
 
 
 Answer = Callable[[Seen], "tuple[int, dict[str, str], bytes] | None"]
@@ -62,6 +63,7 @@ def stub() -> Iterator[Stub]:
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["content-length"]))
             seen = _seen(dict(self.headers.items()), body)
+            seen.path = self.path
             told.seen.append(seen)
             answer = (told.script.popleft() if told.script else told.always)(seen)
             if answer is None:

@@ -150,7 +150,13 @@ def test_status_says_how_each_rank_is(digits: Service) -> None:
     assert done.stdout.splitlines()[1:] == ["rank 0: ready", "rank 1: ready"]
 
 
+def test_status_is_of_one_group(digits: Service) -> None:
+    done = phalanx("status", "--group", "1", PHALANX_RUN_DIR=str(digits.run_dir))
+    assert done.returncode == 1
+    assert "no ranks" in done.stdout
+
+
 def test_status_of_a_place_without_ranks_is_bad(tmp_path: Path) -> None:
     done = phalanx("status", PHALANX_RUN_DIR=str(tmp_path))
     assert done.returncode == 1
-    assert "no ranks have run in" in done.stdout
+    assert "have run in" in done.stdout

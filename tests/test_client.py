@@ -20,7 +20,15 @@ from app.chunks import Chunk
 from app.client import AsyncClient, Client, File, ItemError, ItemsFailed, RequestError, StrangeAnswer, Unreachable
 from tests.service import Service, free_port, samples
 from tests.stub import Seen, Stub, drop, echo, problem, stub
-from workers.errors import DeadlineExceeded, Draining, InvalidItem, InvalidParameters, ModelError, QueueFull
+from workers.errors import (
+    DeadlineExceeded,
+    Draining,
+    InvalidItem,
+    InvalidParameters,
+    ModelError,
+    NoSuchModel,
+    QueueFull,
+)
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -403,3 +411,22 @@ def test_nan_is_refused_and_not_sent_as_null(told: Stub) -> None:
             phalanx.infer([1], parameters={"sleep": float("nan")})
     with pytest.raises(ValueError, match="not the address"):
         Client("127.0.0.1:8000")
+
+
+def test_a_client_of_one_of_several_models_names_it_in_every_request(told: Stub) -> None:
+    with Client(told.url, model="A&b=%c", chunk_items=1) as client:
+        assert client.infer([1, 2]) == [1, 2]
+
+    async def scene() -> None:
+        async with AsyncClient(told.url, model="A&b=%c") as client:
+            assert await client.infer([3]) == [3]
+
+    asyncio.run(scene())
+    assert {seen.path for seen in told.seen} == {"/infer?model=A%26b%3D%25c"}
+    assert len(told.seen) == 3
+
+
+def test_a_model_that_is_not_there_is_not_asked_for_again(told: Stub) -> None:
+    told.script.append(problem(404, "no-such-model"))
+    with Client(told.url, model="A") as client, pytest.raises(NoSuchModel, match="why"):
+        client.infer([1])

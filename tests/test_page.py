@@ -286,6 +286,45 @@ def test_an_image_becomes_what_the_model_takes(browser: Browser, digits: Service
     assert np.array(got[0]["inputs"]).tolist() == [[[[255] * 4] * 2, [[0] * 4] * 2, [[0] * 4] * 2]]
 
 
+@in_a_browser
+def test_of_several_models_one_is_chosen_and_lanes_say_their_group(browser: Browser, digits: Service) -> None:
+    """The service says that there is a second group, of another model, and then what it got."""
+    got: list[str] = []
+
+    def info(route: Route) -> None:
+        answer = route.fetch()
+        body = answer.json()
+        group = body["groups"]["0"]
+        model = {"name": "Eyes", "max_batch_size": 1, "inputs": None, "example": "iris", "canary": "its example"}
+        body["groups"]["1"] = group | {"ranks": group["ranks"][:1], "model": model}
+        body["models"]["Eyes"] = {"ready": True, "reason": None, "groups": ["1"]}
+        body["lost"]["2"] = {"since": "2001-02-03T04:05:06+00:00", "why": "it slept"}
+        route.fulfill(response=answer, json=body)
+
+    def infer(route: Route) -> None:
+        got.append(route.request.url.rpartition("/")[2])
+        route.fulfill(json={"id": "x", "outputs": ["seen"]}, headers={"X-Phalanx-Ranks": "1/0*1"})
+
+    with opened(browser, digits) as page:
+        expect(page.locator("#which")).to_be_hidden()
+        page.route("**/info", info)
+        page.route("**/infer?*", infer)
+        page.reload()
+        expect(page).to_have_title("Digits, Eyes · Phalanx")
+        expect(page.locator("#what")).to_contain_text("Digits, Eyes on 3 ranks in 2 groups (cpu)")
+        expect(page.locator('[data-rank="0"]')).to_contain_text("Group 0, rank 0")
+        expect(page.locator('[data-rank="1/0"]')).to_contain_text("Group 1, rank 0")
+        expect(page.locator('[data-rank="1/0"]')).to_contain_text("Eyes · cpu")
+        expect(page.locator("#death")).to_contain_text("Group 2 is away since 2001-02-03T04:05:06+00:00: it slept")
+        expect(page.locator("#draw")).to_be_visible()
+        page.get_by_label("Model", exact=True).select_option("Eyes")
+        expect(page.locator("#draw")).to_be_hidden()
+        expect(page.locator("#body")).to_have_value('{"inputs":["iris"]}')
+        page.get_by_role("button", name="Send", exact=True).click()
+        expect(page.locator("#answer h2")).to_have_text("1 item by rank 1/0")
+    assert got == ["infer?model=Eyes"]
+
+
 @pytest.mark.long
 @pytest.mark.timeout(150)
 @in_a_browser

@@ -95,7 +95,7 @@ def test_the_sentiment_model_checks_as_the_readme_says(tmp_path: Path) -> None:
 
 def test_the_tensor_model_answers_as_the_readme_says(tmp_path: Path) -> None:
     (tmp_path / "scale.py").write_text(python_block("# scale.py"))
-    [block] = [text for language, text in BLOCKS if language == "console" and "scale.py:Scale" in text]
+    [block] = [text for language, text in BLOCKS if language == "console" and "phalanx serve scale.py:Scale" in text]
     command = block.split("$ ")[2].rsplit("\n{", 1)[0]
     printed = block.splitlines()[-1]
     with serving("scale.py:Scale", ranks=2, cwd=tmp_path) as service:

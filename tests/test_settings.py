@@ -243,6 +243,23 @@ def test_settings_are_light_to_import() -> None:
     assert subprocess.check_output([sys.executable, "-c", code], text=True, cwd=root).strip() == "set()"
 
 
+def test_models_are_names_with_commas_between_and_each_is_there_once() -> None:
+    assert load({"models": "A, b-2.x"}).model_names == ("A", "b-2.x")
+    assert load().model_names == ()
+    for bad, reason in (
+        ("A,,B", "names, comma-separated, each of at most 64 letters"),
+        ("A/B", "names, comma-separated, each of at most 64 letters"),
+        ("A,B,A", "each name once; A is there 2 times"),
+    ):
+        assert f"PHALANX_MODELS (--models) is {bad!r}: expected {reason}" in faults({"models": bad})[0]
+
+
+@pytest.mark.parametrize("name", ["", "-1", "..", "a/b", "a b", "x" * 33, "ä", "a\n"])
+def test_a_group_has_a_name_that_fits_into_paths_and_command_lines(name: str) -> None:
+    assert "expected a name of at most 32 letters" in faults({"group": name})[0]
+    assert "expected a name of at most 64 letters" in faults({"model_name": name and 2 * name})[0]
+
+
 def test_the_number_of_ranks_may_be_left_to_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PHALANX_RANKS", "auto")
     assert load().ranks is None

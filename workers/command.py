@@ -24,6 +24,7 @@ class Group:
     run_dir: Path
     ranks: int
     group: str = "0"
+    model_name: str = ""  # what clients call the model by; "": its class's name
     device: str = "auto"
     max_batch_size: int = 0  # 0: the model's own
     step_timeout: float = 60.0
@@ -52,6 +53,7 @@ def torchrun_command(group: Group, epoch: int, meeting: Meeting | None = None) -
     }
     rank: dict[str, object] = {
         "--model": group.model,
+        "--model-name": group.model_name,
         "--run-dir": group.run_dir,
         "--group": group.group,
         "--epoch": epoch,

@@ -4,8 +4,10 @@ PhalanxError
 ├── RequestError            one whole request is refused or given up
 │   ├── MalformedBody         400  the body is not what its content type promises
 │   ├── MalformedHeader       400  a header says nothing that can be understood
+│   ├── UnnamedModel          400  several models are served, and the request names none
 │   ├── Unauthorized          401  no key, or none that is known
 │   ├── NoSuchPath            404  nothing is served there
+│   ├── NoSuchModel           404  no model of that name is served
 │   ├── NoSuchMethod          405  the path does not take this method
 │   ├── NotAcceptable         406  the answer cannot take the form that was asked for
 │   ├── BodyTimeout           408  the body stopped coming
@@ -68,12 +70,20 @@ class MalformedHeader(RequestError):
     status, type, title = 400, "malformed-header", "A header cannot be understood"
 
 
+class UnnamedModel(RequestError):
+    status, type, title = 400, "unnamed-model", "The request must name its model"
+
+
 class Unauthorized(RequestError):
     status, type, title = 401, "unauthorized", "A valid API key is needed"
 
 
 class NoSuchPath(RequestError):
     status, type, title = 404, "no-such-path", "Nothing is served there"
+
+
+class NoSuchModel(RequestError):
+    status, type, title = 404, "no-such-model", "No model of that name is served"
 
 
 class NoSuchMethod(RequestError):

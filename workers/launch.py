@@ -27,18 +27,20 @@ from workers.command import TORCHRUN, Group, cores, torchrun_command, torchrun_e
 from workers.epoch import Death, Epoch, Restarts, cause
 from workers.errors import ModelLoadError, StartError
 from workers.hosts import Alone, Hosts, Meeting, Nodes
-from workers.rundir import claim, last_death, prepare_run_dir, readiness
+from workers.rundir import Told, claim, last_deaths, prepare_run_dir, readiness, remove_run_dir
 
 __all__ = [
     "Group",
     "Hosts",
     "Launcher",
+    "Told",
     "check",
     "claim",
     "cores",
-    "last_death",
+    "last_deaths",
     "prepare_run_dir",
     "readiness",
+    "remove_run_dir",
     "spawn",
     "torchrun_command",
     "torchrun_environment",

@@ -345,7 +345,7 @@ class Rank:
     def _model_info(self) -> ModelInfo:
         spec = self.model.inputs
         return ModelInfo(
-            self.model.name,
+            self.flags.model_name or self.model.name,
             self.model.max_batch_size,
             None if spec is None else spec.dtype,
             None if spec is None else spec.shape,

@@ -19,6 +19,7 @@ log = logging.getLogger("workers")
 def _flags(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="workers.rank", description=__doc__)
     parser.add_argument("--model", required=True)
+    parser.add_argument("--model-name", default="", help="what clients call it by; empty = its class's name")
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--group", default="0")
     parser.add_argument("--epoch", type=int, required=True)

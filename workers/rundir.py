@@ -61,7 +61,7 @@ def next_epoch(run_dir: Path, group: str) -> int:
     counter, last = run_dir / f"epoch-{group}", max(_epochs(run_dir, group), default=0)
     with suppress(FileNotFoundError, ValueError):  # ValueError: cut short by a full disk; the directories know better
         last = max(last, int(counter.read_text()))
-    draft = counter.with_suffix(".new")
+    draft = run_dir / f".{counter.name}"
     draft.write_text(f"{last + 1}\n")
     draft.replace(counter)
     return last + 1
@@ -90,7 +90,8 @@ def readiness(run_dir: Path, group: str = "0") -> tuple[bool, str]:
     """
     epochs = _epochs(run_dir, group)
     if not epochs:
-        return False, f"no ranks have run in {run_dir}: give the --port or --run-dir that the service was started with"
+        where = f"no ranks of group {group} have run in {run_dir}"
+        return False, f"{where}: give the --port, --run-dir or --group that they were started with"
     epoch = max(epochs)
     directory = epochs[epoch]
     said, all_well = [f"group {group}, epoch {epoch}"], True
@@ -112,12 +113,13 @@ def readiness(run_dir: Path, group: str = "0") -> tuple[bool, str]:
 
 
 def keep_post_mortem(run_dir: Path, name: str, text: str) -> Path:
-    """Write one epoch's post-mortem and remove all but the last few; where it is."""
+    """Write one epoch's post-mortem and remove all but the last few of its group; where it is."""
     folder = run_dir / "post-mortem"
     folder.mkdir(mode=0o700, exist_ok=True)
     path = folder / f"{name}.txt"
     path.write_text(text)
-    for old in sorted(folder.iterdir(), key=lambda one: one.stat().st_mtime_ns)[: -2 * KEPT]:
+    ours = [one for one in folder.iterdir() if _group_of(one) == _group_of(path)]
+    for old in sorted(ours, key=lambda one: one.stat().st_mtime_ns)[: -2 * KEPT]:
         old.unlink()
     return path
 
@@ -125,19 +127,38 @@ def keep_post_mortem(run_dir: Path, name: str, text: str) -> Path:
 class Told(NamedTuple):
     """What a post-mortem begins with."""
 
+    group: str
     epoch: int
     text: str  # who died of what
     kind: str  # of `workers.epoch.Death`
+    at: float  # seconds since 1970
 
 
-def last_death(run_dir: Path) -> Told | None:
-    """Of the newest post-mortem, whichever group's."""
-    with suppress(OSError, ValueError):  # it may be removed meanwhile
-        newest = max((run_dir / "post-mortem").glob("*-*.txt"), key=lambda path: path.stat().st_mtime_ns)
-        with newest.open(errors="replace") as file:
+def last_deaths(run_dir: Path) -> dict[str, Told]:
+    """Of each group that has died, what its newest post-mortem begins with."""
+    newest: dict[str, tuple[float, Path]] = {}
+    for path in (run_dir / "post-mortem").glob("*-*.txt"):
+        with suppress(OSError):  # it may be removed meanwhile
+            at = path.stat().st_mtime
+            if at >= newest.get(_group_of(path), (0.0, path))[0]:
+                newest[_group_of(path)] = at, path
+    told: dict[str, Told] = {}
+    for group, (at, path) in newest.items():
+        with suppress(OSError, ValueError), path.open(errors="replace") as file:
             text, kind = file.readline().strip(), file.readline().removeprefix("kind: ").partition(";")[0]
-        return Told(int(newest.stem.rpartition("-")[2]), text, kind)
-    return None
+            told[group] = Told(group, int(path.stem.rpartition("-")[2]), text, kind, at)
+    return told
+
+
+def remove_run_dir(run_dir: Path) -> bool:
+    """Remove all of it, unless some group's launcher still lives in it; whether it is gone."""
+    for path in run_dir.glob("launch-*.lock"):
+        try:
+            os.close(claim(path))
+        except RunDirectoryError:
+            return False
+    shutil.rmtree(run_dir, ignore_errors=True)
+    return True
 
 
 def remove(epoch_dir: Path) -> None:
@@ -149,6 +170,10 @@ def close_sockets(epoch_dir: Path) -> None:
     for path in epoch_dir.glob("*"):
         if path.is_socket():
             path.unlink()
+
+
+def _group_of(post_mortem: Path) -> str:
+    return post_mortem.stem.rpartition("-")[0]
 
 
 def _epochs(run_dir: Path, group: str) -> dict[int, Path]:

@@ -9,7 +9,7 @@ const WINDOW = 10; // looks over which times are taken: a lone request would be 
 
 const looks = []; // the latest, each {at, scrape, info}
 const lanes = new Map(); // by group and rank
-let latest = null; // the last info that had a group
+const known = new Map(); // a group: as the last info that had it says
 
 // ---- the service
 
@@ -74,9 +74,10 @@ const MEASURES = [
     Math.min(100, 100 * rate(now, before, "phalanx_forward_seconds_sum", rank))],
 ];
 
-function lane(id, name) {
-  const made = { state: make("span", { class: "pill" }), facts: make("p", { class: "hint" }), measures: [] };
-  const head = make("div", {}, make("h3", {}, name, made.state), made.facts);
+function lane(id) {
+  const made = { name: make("span"), state: make("span", { class: "pill" }), facts: make("p", { class: "hint" }) };
+  made.measures = [];
+  const head = make("div", {}, make("h3", {}, made.name, made.state), made.facts);
   made.element = make("li", { "data-rank": id }, head);
   for (const [title, unit, least, value] of MEASURES) {
     const measure = { value, plot: new Plot(least), shown: make("b", {}, "–") };
@@ -94,16 +95,19 @@ function stateOf(made, state) {
 
 function showLanes(now, before, old) {
   const ids = new Set();
-  for (const [group, { ranks, epoch }] of Object.entries(latest?.groups ?? {})) {
+  const groups = [...known].sort(([a], [b]) => a.localeCompare(b, "en", { numeric: true }));
+  const several = new Set(groups.map(([, { model }]) => model.name)).size > 1;
+  for (const [group, { ranks, epoch, model }] of groups) {
     for (const { rank, device } of ranks) {
       const where = { group, rank: String(rank) };
       const id = group === "0" ? String(rank) : `${group}/${rank}`;
       ids.add(id);
-      if (!lanes.has(id)) lanes.set(id, lane(id, `Rank ${id}`));
+      if (!lanes.has(id)) lanes.set(id, lane(id));
       const made = lanes.get(id);
+      made.name.textContent = groups.length > 1 ? `Group ${group}, rank ${rank}` : `Rank ${id}`;
       stateOf(made, total(now.scrape, "phalanx_rank_up", where) ? "up" : "down");
       const memory = bytes(total(now.scrape, "phalanx_rank_memory_bytes", where));
-      made.facts.textContent = `${device} · ${memory} · epoch ${epoch}`;
+      made.facts.textContent = `${several ? `${model.name} · ` : ""}${device} · ${memory} · epoch ${epoch}`;
       for (const { value, plot, shown } of made.measures) {
         const found = before ? value(now, before, old, where) : null;
         shown.textContent = number(found);
@@ -112,7 +116,7 @@ function showLanes(now, before, old) {
     }
   }
   for (const id of lanes.keys()) if (!ids.has(id)) lanes.delete(id);
-  const elements = [...lanes.values()].map(({ element }) => element);
+  const elements = [...ids].map((id) => lanes.get(id).element);
   if (elements.length) $("lanes").replaceChildren(...elements);
   else $("lanes").replaceChildren(make("li", { class: "hint" }, "None yet: the worker group is starting."));
 }
@@ -122,7 +126,7 @@ function showLanes(now, before, old) {
 export function show(look) {
   looks.push(look);
   if (looks.length > WINDOW + 1) looks.shift();
-  if (Object.keys(look.info.groups).length) latest = look.info;
+  remember(look.info);
   const [before, old] = [looks.at(-2), looks[0]];
   for (const { values, plot, value, note } of before ? TILES : []) {
     const [shown, plotted, text] = values(look, before, old);
@@ -131,8 +135,17 @@ export function show(look) {
     plot.push(plotted);
   }
   showLanes(look, before, old);
-  $("death").hidden = !look.info.last_death;
-  $("death").textContent = look.info.last_death && `The last group that ended: ${look.info.last_death}`;
+  const gone = Object.entries(look.info.lost).map(([name, { since, why }]) => `Group ${name} is away since ${since}: ${why}`);
+  const last = look.info.last_death && `The last group that ended: ${look.info.last_death}`;
+  $("death").textContent = gone.join("; ") || last || "";
+  $("death").hidden = !$("death").textContent;
+}
+
+/** Groups that died keep their lanes; those that left do too, until another takes steps. */
+function remember({ groups, lost }) {
+  for (const [name, group] of Object.entries(groups)) known.set(name, group);
+  if (!Object.keys(groups).length) return;
+  for (const name of known.keys()) if (!(name in groups) && !(name in lost)) known.delete(name);
 }
 
 /** Nobody answered. */

@@ -46,15 +46,18 @@ function state(name, text, why = "") {
   if ($("why").textContent !== why) $("why").textContent = why;
 }
 
-function describe({ groups }) {
-  const [group] = Object.values(groups);
-  if (!group) return;
-  const devices = [...new Set(group.ranks.map(({ device }) => device.replace(/:\d+$/, "")))].join(", ");
-  const count = group.ranks.length;
-  const what = `${group.model.name} on ${count} ${count === 1 ? "rank" : "ranks"} (${devices})`;
-  $("what").textContent = `${what}: a batch is shared out, and the answers come back in order.`;
-  document.title = `${group.model.name} · Phalanx`;
-  offer(group.model);
+function describe({ groups, models }) {
+  const all = Object.values(groups);
+  if (!all.length) return;
+  const ranks = all.flatMap((group) => group.ranks);
+  const devices = [...new Set(ranks.map(({ device }) => device.replace(/:\d+$/, "")))].join(", ");
+  const count = (n, noun) => `${n} ${noun}${n === 1 ? "" : "s"}`;
+  const places = `${count(ranks.length, "rank")}${all.length > 1 ? ` in ${all.length} groups` : ""}`;
+  const names = Object.keys(models).join(", ");
+  $("what").textContent = `${names} on ${places} (${devices}): a batch is shared out, and the answers come back in order.`;
+  document.title = `${names} · Phalanx`;
+  const served = new Map(all.map(({ model }) => [model.name, model]));
+  offer(served, Object.keys(models));
 }
 
 // ---- the API key

@@ -7,6 +7,8 @@ import { Pad, picture } from "./pad.js";
 
 const MOST = 256; // items of an answer on show
 
+let models = new Map(); // by name
+let several = false; // more than one is served: a request must say which
 let model = null;
 let example = ""; // as last put into the form
 let chosen = null; // {body, type, note} of a file
@@ -16,8 +18,29 @@ let tried = 0;
 
 // ---- what to send
 
+/** The form for one of the models that some group runs now, and a choice where more than one is `listed`. */
+export function offer(running, listed) {
+  const stay = [...models].filter(([name]) => listed.includes(name)); // its group may be back soon
+  [models, several] = [new Map([...stay, ...running]), listed.length > 1];
+  $("which").hidden = !several;
+  const names = [...models.keys()].sort();
+  const there = [...$("model").options].map(({ value }) => value);
+  if (JSON.stringify(names) !== JSON.stringify(there)) {
+    const before = $("model").value;
+    $("model").replaceChildren(...names.map((name) => make("option", { value: name }, name)));
+    $("model").value = models.has(before) ? before : names[0];
+  }
+  become(models.get($("model").value));
+}
+
+$("model").addEventListener("change", () => {
+  choice(null);
+  $("answer").hidden = true; // it is of another model
+  become(models.get($("model").value));
+});
+
 /** The form for this model, unless it is there already. */
-export function offer(wanted) {
+function become(wanted) {
   if (JSON.stringify(wanted) === JSON.stringify(model)) return;
   model = wanted;
   const digits = model.name === "Digits" && String(model.inputs?.shape) === "64";
@@ -115,7 +138,8 @@ async function send({ body, type, pictures }) {
   const began = performance.now();
   try {
     const headers = { Accept: "application/json", ...(type && { "Content-Type": type }) };
-    const answer = await ask("infer", { method: "POST", body, headers, signal: mine.signal });
+    const path = several ? `infer?model=${encodeURIComponent(model.name)}` : "infer";
+    const answer = await ask(path, { method: "POST", body, headers, signal: mine.signal });
     const value = await answer.json();
     showAnswer(answer, value, performance.now() - began, pictures);
   } catch (error) {
@@ -174,11 +198,11 @@ function result(output, error, numbers) {
   return make("li", {}, make("code", {}, JSON.stringify(output)));
 }
 
-/** `0*32,1*32` as runs of items; what the header does not tell is nobody's. */
+/** `0*32,1/0*32` as runs of items; what the header does not tell is nobody's. */
 function runs(header, count) {
   const made = [];
   let start = 0;
-  for (const [, rank, length] of header.matchAll(/(\d+|-)\*(\d+)/g)) {
+  for (const [, rank, length] of header.matchAll(/([^,*]+)\*(\d+)/g)) {
     const stop = start + Number(length);
     made.push({ name: rank === "-" ? "no rank" : `rank ${rank}`, start, stop });
     start = stop;
