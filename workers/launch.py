@@ -23,16 +23,17 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import IO, Any
 
 from workers import lifeline, rundir
-from workers.epoch import Death, Epoch, Restarts, cause
+from workers.epoch import Death, Epoch, Restarts
 from workers.errors import ModelLoadError, StartError
-from workers.rundir import claim, last_death, prepare_run_dir, readiness
+from workers.rundir import claim, last_death, prepare_run_dir, readiness, try_run_dir
 
 __all__ = [
     "Group",
     "Launcher",
+    "attempt",
     "check",
     "claim",
     "last_death",
@@ -40,6 +41,7 @@ __all__ = [
     "readiness",
     "spawn",
     "torchrun_command",
+    "try_run_dir",
     "visible_gpus",
 ]
 
@@ -156,15 +158,21 @@ def _flags(values: Mapping[str, object]) -> list[str]:
 
 
 def check(group: Group) -> int:
-    """One epoch in which the ranks load the model, run its example, say what came out and end; 0 if all went well."""
-    number, directory = rundir.next_epoch(group.run_dir, group.group)
-    command = [*torchrun_command(group, number), "--check"]
-    code = spawn(command, env=torchrun_environment(group.ranks, os.environ), stdin=subprocess.DEVNULL).wait()
-    report = cause(directory)
-    if code == 0 and report is None:
+    """The ranks load the model, run its example, say what came out and end; 0 if all went well. See `attempt`."""
+    death = attempt(group, "--check")
+    if death is None:
         return 0
-    logger.error("the check failed: %s", report or f"torchrun exited with {code}")
-    return ModelLoadError.exit_code if report is not None and report.kind == "model" else 1
+    logger.error("the check failed: %s", death.text)
+    return ModelLoadError.exit_code if death.kind == "model" else 1
+
+
+def attempt(group: Group, flag: str, output: IO[bytes] | None = None) -> Death | None:
+    """One epoch of ranks that end by themselves, as `--check` and `--probe` make them; None if all went well.
+
+    In a run directory that nobody else has. What the ranks print goes to `output`, or where this process prints.
+    When this returns no process of them is left. KeyboardInterrupt: SIGTERM or SIGINT came meanwhile.
+    """
+    return Launcher(group).attempt(flag, output)
 
 
 class Spare:
@@ -179,15 +187,16 @@ class Spare:
             agent = [sys.executable, "-m", TORCHRUN]
             self._process = spawn(agent, env=self._environment, stdin=subprocess.PIPE)
 
-    def run(self, command: Sequence[str]) -> subprocess.Popen[bytes]:
-        """Run a torchrun command: in the spare, where there is one that lives."""
+    def run(self, command: Sequence[str], output: IO[bytes] | None = None) -> subprocess.Popen[bytes]:
+        """Run a torchrun command: in the spare, where there is one that lives. It prints to `output`."""
         spare, self._process = self._process, None
         if spare is not None and spare.stdin is not None and command[2] == TORCHRUN:
             with suppress(BrokenPipeError), spare.stdin:
                 spare.stdin.write(json.dumps(command[3:]).encode() + b"\n")
             if spare.poll() is None:
                 return spare
-        return spawn(command, env=self._environment, stdin=subprocess.DEVNULL)
+        errors = None if output is None else subprocess.STDOUT
+        return spawn(command, env=self._environment, stdin=subprocess.DEVNULL, stdout=output, stderr=errors)
 
     def end(self) -> None:
         if self._process is not None:
@@ -223,6 +232,13 @@ class Ranks:
                     self._pidfds[os.pidfd_open(pid)] = rank
                     self._pids[rank] = pid
 
+    def write_stacks(self) -> None:
+        """Have those that run write down where they are, before they are killed: it may be all there is to know."""
+        for pidfd in self._pidfds:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(pidfd, signal.SIGUSR2)
+        time.sleep(lifeline.STACKS)
+
     def close(self) -> None:
         self.look()
         for pidfd in self._pidfds:
@@ -256,6 +272,20 @@ class Launcher:
             self._spare.end()
             os.close(lock)
 
+    def attempt(self, flag: str, output: IO[bytes] | None = None) -> Death | None:
+        """See the function of this name."""
+        group = self._group
+        lifeline.adopt_orphans()
+        number, directory = rundir.next_epoch(group.run_dir, group.group)
+        (directory / "leave").touch()  # who ends without being asked to leaves no less orderly
+        now = time.monotonic()
+        epoch = Epoch(group.group, number, directory, group.start_timeout, group.drain_timeout, started=now)
+        with self._signals():
+            death = self._live(epoch, [flag], output)
+        if self._stop:
+            raise KeyboardInterrupt
+        return death
+
     def _keep(self) -> int:
         group = self._group
         while not self._stop:
@@ -282,10 +312,10 @@ class Launcher:
             self._sleep(pause)
         return 0
 
-    def _live(self, epoch: Epoch) -> Death | None:
+    def _live(self, epoch: Epoch, flags: Sequence[str] = (), output: IO[bytes] | None = None) -> Death | None:
         """One epoch, from torchrun's start until no process of it is left; None if the end was an orderly one."""
-        command = torchrun_command(self._group, epoch.number)
-        torchrun = self._spare.run(command)
+        command = [*torchrun_command(self._group, epoch.number), *flags]
+        torchrun = self._spare.run(command, output)
         pidfd = os.pidfd_open(torchrun.pid)
         ranks = Ranks(epoch)
         epoch.log(logging.INFO, "starts: %d ranks under torchrun, pid %d", self._group.ranks, torchrun.pid)
@@ -298,6 +328,8 @@ class Launcher:
                 reason = epoch.look(time.monotonic(), self._stop)
                 if epoch.ready is not None and time.monotonic() >= epoch.ready + SPARE_AFTER:
                     self._spare.prepare()
+            if reason is not None and epoch.ready is None and not self._stop:
+                ranks.write_stacks()
         finally:
             os.close(pidfd)
             ranks.close()
