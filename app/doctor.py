@@ -55,10 +55,19 @@ def run(settings: Settings, group: launch.Group) -> int:
     """Print every finding as it comes; 0 if none failed, else 1. KeyboardInterrupt: a signal came meanwhile."""
     service, failed = Service(settings, group), False
     for check in CHECKS:
-        for finding in check(service):
+        for finding in _findings(check, service):
             print(line(finding, colour=sys.stdout.isatty() and "NO_COLOR" not in os.environ), flush=True)
             failed = failed or finding.level == "fail"
     return int(failed)
+
+
+def _findings(check: Check, service: Service) -> Iterator[Finding]:
+    """A check that cannot be made is a finding too, and the next one comes all the same."""
+    try:
+        yield from check(service)
+    except OSError as error:
+        remedy = "the service needs the same of this host"
+        yield Finding("fail", check.__name__.strip("_").replace("_", " "), f"cannot be checked: {error}", remedy)
 
 
 def line(finding: Finding, colour: bool = False) -> str:
@@ -122,8 +131,9 @@ def _port(service: Service) -> Iterator[Finding]:
         with listen(service.settings.host, service.settings.port):
             pass
     except StartError as error:
-        remedy = "stop what listens there (ss -ltnp), or give another --port"
-        yield Finding("fail", "port", str(error), remedy if "in use" in str(error) else "give others")
+        taken = "in use" in str(error)
+        remedy = "stop what listens there (ss -ltnp)" if taken else "ports below 1024 are root's"
+        yield Finding("fail", "port", str(error), f"{remedy}, or give another")
     else:
         yield Finding("ok", "port", f"{where} is free" if service.settings.port else f"{where} takes a free one")
 
@@ -161,7 +171,7 @@ def _model(service: Service) -> Iterator[Finding]:
     group = service.group
     what = f"loading {group.model} on {findings.many(group.ranks, 'rank')}, for {group.start_timeout:g} s at most"
     with _attempt(group, "--check", what) as check:
-        printed = re.search(r"^(.+): \d+ ranks on (.+)$", check.output(), re.MULTILINE)
+        printed = re.search(r"^(.+): \d+ ranks? on (.+)$", check.output(), re.MULTILINE)
         if check.death is not None or printed is None:
             check.show()
             remedy = f"mend the model (phalanx check {group.model})"
@@ -196,10 +206,11 @@ class _Attempt:
 
     @property
     def text(self) -> str:
-        """How it ended, and where rank 0 was, if it did not end by itself."""
-        text = "the ranks ended without a word" if self.death is None else self.death.text
-        where = self._where()
-        return f"{text}; rank 0 was in {where}" if where and (self.late or "took longer" in text) else text
+        """How it ended, and where the ranks were, if they did not end by themselves."""
+        if self.death is None:
+            return "the ranks ended without a word"
+        where = self._where() if self.late or self.death.kind == "deadline" else ""
+        return f"{self.death.text}; {where}" if where else self.death.text
 
     def said(self, name: str) -> Any:
         """What rank 0 wrote down; None if it did not come to it."""
@@ -216,16 +227,19 @@ class _Attempt:
             print(f"      | {text}", file=sys.stderr, flush=True)
 
     def _where(self) -> str:
-        """The innermost call of the main thread, from the stacks that a rank writes before it is killed."""
-        path = self._epoch_dir / "stacks-0.txt"
-        stacks = path.read_text(errors="replace") if path.exists() else ""
-        found = re.search(r'Current thread .*\n +File "(.+)", line (\d+) in (.+)', stacks)
-        return f"{found[3]} ({found[1]}, line {found[2]})" if found else ""
+        """Each rank's innermost call in its main thread, which is the last of the stacks that it leaves."""
+        ranks: dict[str, list[str]] = {}
+        for path in sorted(self._epoch_dir.glob("stacks-*.txt")):
+            main = re.findall(r'[Tt]hread .*\n +File "(.+)", line (\d+) in (.+)', path.read_text(errors="replace"))[-1:]
+            for file, number, function in main:
+                ranks.setdefault(f"in {function} ({file}, line {number})", []).append(path.stem[len("stacks-") :])
+        return "; ".join(f"rank {', '.join(who)} {place}" for place, who in ranks.items())
 
 
 @contextmanager
 def _attempt(group: launch.Group, flag: str, what: str) -> Iterator[_Attempt]:
-    folder = SHM if os.access(SHM, os.W_OK | os.X_OK) else None
+    usable = os.access(SHM, os.W_OK | os.X_OK) and host.filesystem(SHM).free >= findings.STARVED
+    folder = SHM if usable else None  # the checks of /dev/shm have said so; those of the ranks go on
     with (
         tempfile.TemporaryDirectory(prefix="phalanx-doctor-", dir=folder) as run_dir,
         tempfile.TemporaryFile() as printed,

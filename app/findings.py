@@ -12,7 +12,7 @@ MIB, GIB = 1 << 20, 1 << 30
 NONE_LEFT_OVER = 15.0  # seconds over the drain that a stop may take: see STOP_GRACE in the README
 SHM = 1 * GIB  # what NCCL's manual gives a container
 SEGMENT = 10 * 10**6  # bytes of one of NCCL's segments in /dev/shm, of which a rank may have two: one a neighbour
-STARVED = 8 * MIB  # of the run directory's space: below it a ring cannot even begin
+STARVED = 8 * MIB  # free on a tmpfs: below it a ring cannot even begin
 SUPERVISORS, RANK = 600 * MIB, 250 * MIB  # host memory measured with `digits`: all but the ranks, and each of these
 TASKS, RANK_TASKS = 40, 40  # processes and threads: all but the ranks, and each of these without its OpenMP threads
 TAKEN = 0.1  # of a device's memory: a CUDA context of our own takes less
@@ -56,7 +56,7 @@ def size(count: float) -> str:
     for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (1 << 10, "KiB")):
         if count >= unit:
             return f"{count / unit:.3g} {name}" if count / unit < 1000 else f"{count / unit:.0f} {name}"
-    return "unlimited" if count == float("inf") else f"{count:.0f} B"
+    return f"{count:.0f} B"
 
 
 def many(count: int, what: str) -> str:
@@ -104,7 +104,7 @@ def open_files(allowed: float, need: int, connections: int) -> Finding:
 
 
 def locked_memory(allowed: float, on_gpus: bool, ranks: int) -> Finding:
-    text = f"{size(allowed)} may be locked"
+    text = "unlimited" if allowed == float("inf") else f"{size(allowed)} may be locked"
     if not on_gpus:
         return Finding("ok", "memlock", f"{text}; only ranks on GPUs want more")
     if ranks > 1 and allowed != float("inf"):
@@ -230,7 +230,13 @@ def gathered(gathers: Sequence[Gather], ranks: int, nccl: str | None) -> Finding
 
 def not_gathered(text: str, on_gpus: bool) -> Finding:
     """`text`: how the ranks ended."""
-    if on_gpus:
+    if "wrong bytes" in text:
+        remedy = (
+            "do not serve on this host before its memory, devices and links have been tested (dmesg, nvidia-smi -q)"
+        )
+    elif "killed by" in text:
+        remedy = "dmesg and what the ranks printed say more; is there memory enough for all?"
+    elif on_gpus:
         remedy = "NCCL_DEBUG=INFO says where it stands; a hang: NCCL_P2P_DISABLE=1, and PCIe ACS or the IOMMU off; "
         remedy += "an interface: unset NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME"
     else:

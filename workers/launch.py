@@ -328,7 +328,7 @@ class Launcher:
                 reason = epoch.look(time.monotonic(), self._stop)
                 if epoch.ready is not None and time.monotonic() >= epoch.ready + SPARE_AFTER:
                     self._spare.prepare()
-            if reason is not None and epoch.ready is None and not self._stop:
+            if reason is not None and epoch.ready is None and epoch.felled is None and not self._stop:
                 ranks.write_stacks()
         finally:
             os.close(pidfd)
