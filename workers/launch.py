@@ -228,7 +228,7 @@ class Ranks:
             rank = int(path.name.removeprefix("pid-"))
             with suppress(OSError, ValueError):  # written a moment ago, or gone already
                 if rank not in self._pids:
-                    pid = int(path.read_text().split()[0])
+                    pid = int(path.read_text().partition(" ")[0])
                     self._pidfds[os.pidfd_open(pid)] = rank
                     self._pids[rank] = pid
 
