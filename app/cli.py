@@ -42,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "workers": "a worker group alone",
         "status": "how the ranks of this host are; code 0 if all are ready",
         "check": "load the model on every rank, run its example once, say what came out",
+        "doctor": "check this host for a service, before its first start: a line a finding",
     }
     for verb, text in helps.items():
         sub = verbs.add_parser(verb, help=text, description=text)
@@ -65,10 +66,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         settings = load(flags)
         logging.basicConfig(
             stream=sys.stdout,
-            level=settings.log_level.upper(),
+            level="WARNING" if verb in ("check", "doctor") else settings.log_level.upper(),  # what they say is no log
             format=f"%(asctime)s %(levelname)s {verb}: %(message)s",
         )
-        return {"serve": _serve, "app": _app, "workers": _workers, "status": _status, "check": _check}[verb](settings)
+        run = {"serve": _serve, "app": _app, "workers": _workers, "status": _status, "check": _check, "doctor": _doctor}
+        return run[verb](settings)
+    except KeyboardInterrupt:  # of the verbs that do not drain
+        return 128 + signal.SIGINT
     except StartError as error:
         print(f"phalanx {verb}: {error}", file=sys.stderr)
         return error.exit_code
@@ -134,6 +138,12 @@ def _check(settings: Settings) -> int:
     """One epoch in a run directory of its own; the ranks print what came out."""
     with tempfile.TemporaryDirectory(prefix="phalanx-check-", dir="/dev/shm") as folder:
         return launch.check(_group(settings.model_copy(update={"run_dir": Path(folder), "nnodes": 1})))
+
+
+def _doctor(settings: Settings) -> int:
+    from app import doctor
+
+    return doctor.run(settings, _group(settings))
 
 
 def _infer(flags: dict[str, Any]) -> int:

@@ -77,7 +77,7 @@ class Server:
 
     def _claimed(self) -> socket.socket:
         if self._listener is None:
-            self._listener = _listen(self._settings.host, self._settings.port)
+            self._listener = listen(self._settings.host, self._settings.port)
         return self._listener
 
     async def _serve(self, listener: socket.socket) -> None:
@@ -192,7 +192,8 @@ class _Uvicorn(uvicorn.Server):
         await ticking
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens there; StartError, with the reason, where there can be none."""
     where = f"{_bracketed(host)}:{port}"
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -214,10 +215,15 @@ def _bracketed(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
+def open_files(connections: int) -> int:
+    """How many the front end may have open: as many connections more may be waiting for their refusal to be read."""
+    return 2 * connections + 256
+
+
 def _allow_open_files(connections: int) -> None:
     """Raises the soft limit on open files, often 1024, to what the connections need; warns where that fails."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    need = 2 * connections + 256  # as many more may be waiting for their refusal to be read
+    need = open_files(connections)
     if soft == resource.RLIM_INFINITY or soft >= need:
         return
     allowed = need if hard == resource.RLIM_INFINITY else min(need, hard)

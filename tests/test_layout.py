@@ -17,12 +17,12 @@ MODULES = {
     if path.name != "__init__.py"
 }
 MAY_IMPORT_OF_WORKERS = {f"workers.{room}" for room in "arrays curve errors launch memory ring wire".split()}
-TORCH = "agent loop model items forward predict parts collect encode rounds stream models.digits models.train_digits"
+TORCH = "agent loop model items forward parts collect encode rounds stream probe models.digits models.train_digits"
 ONLY_IN = {
     "torch": {f"workers.{room}" for room in TORCH.split()},
     "pickle": {"workers.encode"},
     "fastapi": {"app.main", "app.ops", "app.v2"},
-    "zmq": {"app.queue", "workers.curve", "workers.nodes", "workers.queue", "workers.shards", "workers.loop"},
+    "zmq": {"app.host", "app.queue", *(f"workers.{room}" for room in "curve nodes queue shards loop".split())},
 }
 
 

@@ -111,8 +111,8 @@ class Epoch:
             return Death("fenced", f"fenced by the front end: {self._text('fenced')}", ready_for)
         if code < 0 and killed_for is None and elsewhere is None:
             return Death("supervisor", f"torchrun died of {signal.Signals(-code).name}", ready_for)
-        # torchrun sends SIGTERM to those that are left: that tells of no cause
-        telling = (text for text in self.ended.values() if not text.endswith(("SIGTERM", UNSEEN)))
+        # torchrun sends SIGTERM to those that are left, the launcher SIGUSR2 for their stacks: that tells of no cause
+        telling = (text for text in self.ended.values() if not text.endswith(("SIGTERM", "SIGUSR2", UNSEEN)))
         first = next(telling, None)
         if first is not None:
             return Death("rank", first, ready_for)

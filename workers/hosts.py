@@ -96,10 +96,10 @@ class Alone:
     fds: tuple[int, ...] = ()
 
     def __init__(self, count: Callable[[], int]) -> None:
-        self._count = count
+        self.count = count
 
     def next(self) -> Next:
-        return Next(self._count(), None)
+        return Next(self.count(), None)
 
     def wait(self) -> str:
         return ""

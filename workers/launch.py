@@ -20,20 +20,30 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from types import FrameType
-from typing import Any
+from typing import IO, Any
 
 from workers import lifeline, rundir
 from workers.command import TORCHRUN, Group, cores, torchrun_command, torchrun_environment, visible_gpus
-from workers.epoch import Death, Epoch, Restarts, cause
+from workers.epoch import Death, Epoch, Restarts
 from workers.errors import ModelLoadError, StartError
 from workers.hosts import Alone, Hosts, Meeting, Nodes
-from workers.rundir import Told, claim, last_deaths, prepare_run_dir, readiness, remove_run_dir, waits
+from workers.rundir import (
+    Told,
+    claim,
+    last_deaths,
+    prepare_run_dir,
+    readiness,
+    remove_run_dir,
+    try_run_dir,
+    waits,
+)
 
 __all__ = [
     "Group",
     "Hosts",
     "Launcher",
     "Told",
+    "attempt",
     "check",
     "claim",
     "cores",
@@ -44,6 +54,7 @@ __all__ = [
     "spawn",
     "torchrun_command",
     "torchrun_environment",
+    "try_run_dir",
     "visible_gpus",
     "waits",
 ]
@@ -77,16 +88,21 @@ def spawn(argv: Sequence[str], **popen: Any) -> subprocess.Popen[bytes]:
 
 
 def check(group: Group) -> int:
-    """One epoch in which the ranks load the model, run its example, say what came out and end; 0 if all went well."""
-    number = rundir.next_epoch(group.run_dir, group.group)
-    directory = rundir.open_epoch(group.run_dir, group.group, number)
-    command = [*torchrun_command(group, number), "--check"]
-    code = spawn(command, env=torchrun_environment(group.ranks, os.environ), stdin=subprocess.DEVNULL).wait()
-    report = cause(directory)
-    if code == 0 and report is None:
+    """The ranks load the model, run its example, say what came out and end; 0 if all went well. See `attempt`."""
+    death = attempt(group, "--check")
+    if death is None:
         return 0
-    logger.error("the check failed: %s", report or f"torchrun exited with {code}")
-    return ModelLoadError.exit_code if report is not None and report.kind == "model" else 1
+    logger.error("the check failed: %s", death.text)
+    return ModelLoadError.exit_code if death.kind == "model" else 1
+
+
+def attempt(group: Group, flag: str, output: IO[bytes] | None = None) -> Death | None:
+    """One epoch of ranks that end by themselves, as `--check` and `--probe` make them; None if all went well.
+
+    In a run directory that nobody else has. What the ranks print goes to `output`, or where this process prints.
+    When this returns no process of them is left. KeyboardInterrupt: SIGTERM or SIGINT came meanwhile.
+    """
+    return Launcher(group).attempt(flag, output)
 
 
 class Spare:
@@ -101,15 +117,16 @@ class Spare:
             agent = [sys.executable, "-m", TORCHRUN]
             self._process = spawn(agent, env=self._environment, stdin=subprocess.PIPE)
 
-    def run(self, command: Sequence[str]) -> subprocess.Popen[bytes]:
-        """Run a torchrun command: in the spare, where there is one that lives."""
+    def run(self, command: Sequence[str], output: IO[bytes] | None = None) -> subprocess.Popen[bytes]:
+        """Run a torchrun command: in the spare, where there is one that lives. It prints to `output`."""
         spare, self._process = self._process, None
         if spare is not None and spare.stdin is not None and command[2] == TORCHRUN:
             with suppress(BrokenPipeError), spare.stdin:
                 spare.stdin.write(json.dumps(command[3:]).encode() + b"\n")
             if spare.poll() is None:
                 return spare
-        return spawn(command, env=self._environment, stdin=subprocess.DEVNULL)
+        errors = None if output is None else subprocess.STDOUT
+        return spawn(command, env=self._environment, stdin=subprocess.DEVNULL, stdout=output, stderr=errors)
 
     def end(self) -> None:
         if self._process is not None:
@@ -141,9 +158,16 @@ class Ranks:
             rank = int(path.name.removeprefix("pid-"))
             with suppress(OSError, ValueError):  # written a moment ago, or gone already
                 if rank not in self._pids:
-                    pid = int(path.read_text().split()[0])
+                    pid = int(path.read_text().partition(" ")[0])
                     self._pidfds[os.pidfd_open(pid)] = rank
                     self._pids[rank] = pid
+
+    def write_stacks(self) -> None:
+        """Have those that run write down where they are, before they are killed: it may be all there is to know."""
+        for pidfd in self._pidfds:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(pidfd, signal.SIGUSR2)
+        time.sleep(lifeline.STACKS)
 
     def close(self) -> None:
         self.look()
@@ -180,18 +204,32 @@ class Launcher:
             rundir.note_wait(self._group.run_dir, self._group.group, "")
             os.close(lock)
 
+    def attempt(self, flag: str, output: IO[bytes] | None = None) -> Death | None:
+        """See the function of this name."""
+        group, alone = self._group, self._alone()
+        lifeline.adopt_orphans()
+        begun = alone.next()
+        directory = rundir.open_epoch(group.run_dir, group.group, begun.number)
+        (directory / "leave").touch()  # who ends without being asked to leaves no less orderly
+        now = time.monotonic()
+        epoch = Epoch(group.group, begun.number, directory, group.start_timeout, group.drain_timeout, started=now)
+        with self._signals():
+            death = self._live(epoch, begun.meeting, alone, [flag], output)
+        if self._stop:
+            raise KeyboardInterrupt
+        return death
+
+    def _alone(self) -> Alone:
+        return Alone(lambda: rundir.next_epoch(self._group.run_dir, self._group.group))
+
     def _others(self) -> Nodes:
         """The other hosts of the group."""
-        hosts = self._group.hosts
-
-        def count() -> int:
-            return rundir.next_epoch(self._group.run_dir, self._group.group)
-
+        hosts, alone = self._group.hosts, self._alone()
         if hosts is None:
-            return Alone(count)
+            return alone
         from workers.nodes import Follower, Leader  # ZeroMQ, which a group on one host does without here
 
-        return Follower(hosts) if hosts.node else Leader(hosts, count)
+        return Follower(hosts) if hosts.node else Leader(hosts, alone.count)
 
     def _keep(self, others: Nodes) -> int:
         group = self._group
@@ -244,10 +282,17 @@ class Launcher:
             if text:
                 logger.info("group %s: %s", self._group.group, text)
 
-    def _live(self, epoch: Epoch, meeting: Meeting | None, others: Nodes) -> Death | None:
+    def _live(
+        self,
+        epoch: Epoch,
+        meeting: Meeting | None,
+        others: Nodes,
+        flags: Sequence[str] = (),
+        output: IO[bytes] | None = None,
+    ) -> Death | None:
         """One epoch, from torchrun's start until no process of it is left; None if the end was an orderly one."""
-        command = torchrun_command(self._group, epoch.number, meeting)
-        torchrun = self._spare.run(command)
+        command = [*torchrun_command(self._group, epoch.number, meeting), *flags]
+        torchrun = self._spare.run(command, output)
         pidfd = os.pidfd_open(torchrun.pid)
         ranks = Ranks(epoch)
         epoch.log(logging.INFO, "starts: %d ranks under torchrun, pid %d", self._group.ranks, torchrun.pid)
@@ -266,6 +311,8 @@ class Launcher:
                     others.leave()
                 if epoch.ready is not None and time.monotonic() >= epoch.ready + SPARE_AFTER:
                     self._spare.prepare()
+            if reason is not None and epoch.ready is None and epoch.felled is None and not self._stop:
+                ranks.write_stacks()
         finally:
             os.close(pidfd)
             ranks.close()

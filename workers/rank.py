@@ -33,6 +33,7 @@ def _flags(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--cluster-key-file", type=Path, help="likewise")
     parser.add_argument("--log-level", default="info")
     parser.add_argument("--check", action="store_true", help="run the example once, say what came out, and end")
+    parser.add_argument("--probe", action="store_true", help="load no model: gather, note what was found, and end")
     return parser.parse_args(argv)
 
 
@@ -47,9 +48,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     lifeline = Lifeline(int(os.environ["RANK"]), flags.run_dir / "epochs" / f"{flags.group}-{flags.epoch}")
     try:
-        from workers.loop import Rank  # torch takes seconds to import: only now that the rank dies with its parent
+        # torch takes seconds to import: only now that the rank dies with its parent
+        from workers.loop import Rank
+        from workers.probe import Probe
 
-        Rank(flags, lifeline).run()
+        (Probe if flags.probe else Rank)(flags, lifeline).run()
     except ModelLoadError as error:
         log.error("%s", error, exc_info=error.__cause__)  # where in the user's code
         lifeline.fell("model", str(error))

@@ -21,7 +21,7 @@ Places = Sequence[range]
 """Where each segment of one rank lies in that rank's receive buffer."""
 
 # torch 2.13 renamed it, and warns at each call by the old name
-_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class Pending(Protocol):
@@ -76,7 +76,7 @@ class Gloo:
 
     def first(self, frames: torch.Tensor, frame: torch.Tensor) -> None:
         if self.world > 1:
-            _all_gather(frames, frame, group=self._group)
+            all_gather(frames, frame, group=self._group)
         else:
             frames.copy_(frame)
 
@@ -121,7 +121,7 @@ class Nccl(Gloo):
         self._all = torch.empty(chunk * self.world, dtype=torch.uint8, device=device)
         self._pool = Pool(KEEP, self._pinned)
         if self._cuda:  # the first one makes the communicator: here, not in a step
-            _all_gather(self._all[: self.world], self._mine[:1], group=group)
+            all_gather(self._all[: self.world], self._mine[:1], group=group)
 
     def second(self, sending: Sequence[Array], places: Sequence[Places]) -> list[memoryview]:
         buffers = [] if self.rank else [self._pool.take(extent(p)) for p in places]
@@ -131,7 +131,7 @@ class Nccl(Gloo):
             for k, at in enumerate(range(0, largest, self._chunk)):
                 n = min(self._chunk, largest - at)
                 self._fill(k % 2, sending, places[self.rank], range(at, at + n))
-                _all_gather(self._all[: n * self.world], self._mine[:n], group=self._group)
+                all_gather(self._all[: n * self.world], self._mine[:n], group=self._group)
                 for r, whole in enumerate(wholes):
                     target = whole[at : at + n]
                     target.copy_(self._all[r * n : r * n + len(target)], non_blocking=True)

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import stat
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -36,6 +37,37 @@ def prepare_run_dir(path: Path, group: str = "0") -> None:
         raise RunDirectoryError(f"{path} has mode {mode:04o}; it must be 0700, for others could reach into the queue")
 
 
+def try_run_dir(path: Path) -> None:
+    """RunDirectoryError where a service could not use `path` now; what was not there before is not there afterwards."""
+    missing = [one for one in (path, *path.parents) if not os.path.lexists(one)]
+    try:
+        prepare_run_dir(path)
+        for lock in ("serve.lock", "lock", *(found.name for found in path.glob("launch-*.lock"))):
+            _look_at(path / lock)
+        with tempfile.TemporaryFile(dir=path) as file:
+            file.write(b"\0")
+    except RunDirectoryError:
+        raise
+    except OSError as error:
+        raise RunDirectoryError(f"{path} cannot be written to: {error.strerror}") from error
+    finally:
+        for one in missing:
+            with suppress(OSError):  # never made, or somebody is in there by now
+                one.rmdir()
+
+
+def _look_at(lock: Path) -> None:
+    """RunDirectoryError where another process has it; it is not taken from anyone, and not made."""
+    with suppress(FileNotFoundError):
+        fd = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise _held(lock, fd) from error
+        finally:
+            os.close(fd)
+
+
 def claim(path: Path) -> int:
     """Lock the file at `path` for as long as this process lives or the returned file descriptor is open.
 
@@ -48,12 +80,17 @@ def claim(path: Path) -> int:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        pid = os.pread(fd, 20, 0).decode(errors="replace").strip()
+        held = _held(path, fd)
         os.close(fd)
-        raise RunDirectoryError(f"{path} is held by {f'process {pid}' if pid else 'another process'}") from error
+        raise held from error
     os.ftruncate(fd, 0)
     os.pwrite(fd, b"%d\n" % os.getpid(), 0)
     return fd
+
+
+def _held(path: Path, fd: int) -> RunDirectoryError:
+    pid = os.pread(fd, 20, 0).decode(errors="replace").strip()
+    return RunDirectoryError(f"{path} is held by {f'process {pid}' if pid else 'another process'}")
 
 
 def next_epoch(run_dir: Path, group: str) -> int:
