@@ -53,9 +53,15 @@ class Door:
         keys: Collection[bytes] = (),
         open_paths: Collection[str] = OPEN_PATHS,
         refused: Callable[[PhalanxError, MutableMapping[str, Any]], None] = lambda *_: None,
+        leaving: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`open_paths` need no key; `refused` is called with what the door answers for the app, and the scope."""
+        """`open_paths` need no key; `refused` is called with what the door answers for the app, and the scope.
+
+        While the service is `leaving`, every answer closes its connection: what would come next on it, it would take
+        with it, and on a new one the client sees that nobody is there.
+        """
         self.app = app
+        self.leaving = leaving
         self.refused = refused
         self.max_body_bytes = max_body_bytes
         self.keys = tuple(keys)
@@ -68,7 +74,7 @@ class Door:
         given = headers.get(b"x-request-id", b"")
         request_id = given if _REQUEST_ID.fullmatch(given) else b"%032x" % random.getrandbits(128)
         scope.setdefault("state", {})["request_id"] = request_id.decode()
-        visit = _Visit(receive, send, request_id, self.max_body_bytes)
+        visit = _Visit(receive, send, request_id, self.max_body_bytes, self.leaving)
         # A request without a body has nothing to be left unread, so its receive needs no watching.
         visit.unread = headers.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in headers
         if FILL in scope:
@@ -112,9 +118,12 @@ class Door:
 class _Visit:
     """One request: how much of its body came, and whether its answer has begun."""
 
-    __slots__ = ("_limit", "_receive", "_request_id", "_send", "answering", "closing", "received", "unread")
+    __slots__ = ("_leaving", "_limit", "_receive", "_request_id", "_send", "answering", "closing", "received", "unread")
 
-    def __init__(self, receive: Receive, send: Send, request_id: bytes, limit: int) -> None:
+    def __init__(
+        self, receive: Receive, send: Send, request_id: bytes, limit: int, leaving: Callable[[], bool]
+    ) -> None:
+        self._leaving = leaving
         self._receive = receive
         self._send = send
         self._request_id = request_id
@@ -142,7 +151,7 @@ class _Visit:
             self.answering = True
             self.closing = self.unread
             headers = [*message.get("headers", ()), (b"x-request-id", self._request_id)]
-            if self.closing and (b"connection", b"close") not in headers:
+            if self.closing or self._leaving():
                 headers.append((b"connection", b"close"))
             await self._send({**message, "headers": headers})
         elif self.closing and not message.get("more_body", False):

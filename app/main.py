@@ -81,6 +81,7 @@ def create_app(settings: Settings, on_ready: Callable[[Group], None] | None = No
         keys=settings.api_keys(),
         open_paths=OPEN_PATHS | {route.path for route in files},
         refused=intake.refused,
+        leaving=lambda: dispatcher.draining,
     )
     infer, protocol = Infer(intake, dispatcher, settings.max_items), v2.V2(intake, dispatcher, settings.max_items)
     app.infer, app.v2 = door(infer), door(protocol)

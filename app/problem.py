@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import orjson
 
-from workers.errors import Draining, PhalanxError, Unauthorized
+from workers.errors import PhalanxError, Unauthorized
 
 Told = tuple[int, list[tuple[bytes, bytes]], bytes]
 
@@ -45,6 +45,4 @@ def _told(error: PhalanxError, status: int, media: bytes, about: dict[str, objec
         headers.append((b"retry-after", b"%d" % error.retry_after))
     if isinstance(error, Unauthorized):
         headers.append((b"www-authenticate", b"Bearer"))
-    if isinstance(error, Draining):  # behind a balancer the next connection goes to a service that stays
-        headers.append((b"connection", b"close"))
     return status, headers, body

@@ -349,3 +349,14 @@ def test_a_body_that_was_read_leaves_the_connection_open_for_the_next(address: t
     request = b"POST /echo HTTP/1.1\r\ncontent-length: 3\r\n%s\r\nabc"
     got = ask(address, request % b"", request % b"connection: close\r\n")
     assert got.count(b"HTTP/1.1 200 ") == 2
+
+
+@pytest.mark.parametrize(
+    "body", [[], [b"12345"], [b"12345678901"]], ids=["no body", "a body", "a body that is refused"]
+)
+def test_while_the_service_leaves_every_answer_closes_its_connection_once(body: list[bytes]) -> None:
+    headers = {"content-length": str(sum(map(len, body)))}
+    for leaving in (True, False):
+        client = Client(headers, list(body)).visit(echo, leaving=lambda leaving=leaving: leaving)
+        refused = len(b"".join(body)) > LIMIT
+        assert [name for name, _ in client.sent[0]["headers"]].count(b"connection") == (leaving or refused)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import orjson
 import pytest
 
-from app.problem import Told, plain, problem, told
-from workers.errors import Draining, InvalidItem, MalformedBody, PhalanxError, QueueFull, Unauthorized
+from app.problem import plain, problem, told
+from workers.errors import InvalidItem, MalformedBody, PhalanxError, QueueFull, Unauthorized
 
 
 def test_a_problem_has_the_members_of_rfc_9457_and_the_request_id() -> None:
@@ -30,12 +28,6 @@ def test_an_error_that_passes_says_when_to_come_again() -> None:
 
 def test_a_401_says_how_to_authenticate() -> None:
     assert (b"www-authenticate", b"Bearer") in problem(Unauthorized("no key"), "abc")[1]
-
-
-@pytest.mark.parametrize("tell", [problem, plain])
-def test_a_service_that_stops_lets_the_connection_go(tell: Callable[[PhalanxError, str], Told]) -> None:
-    assert (b"connection", b"close") in tell(Draining("no more"), "abc")[1]
-    assert (b"connection", b"close") not in tell(QueueFull("no room"), "abc")[1]
 
 
 def test_further_members_stand_beside_the_others() -> None:
