@@ -352,7 +352,7 @@ def test_a_body_that_was_read_leaves_the_connection_open_for_the_next(address: t
 
 
 @pytest.mark.parametrize(
-    "body", [[], [b"12345"], [b"12345678901"]], ids=["no body", "a body", "a body that is refused"]
+    "body", [[b""], [b"12345"], [b"12345678901"]], ids=["no body", "a body", "a body that is refused"]
 )
 def test_while_the_service_leaves_every_answer_closes_its_connection_once(body: list[bytes]) -> None:
     headers = {"content-length": str(sum(map(len, body)))}
