@@ -138,6 +138,30 @@ def _port(service: Service) -> Iterator[Finding]:
         yield Finding("ok", "port", f"{where} is free" if service.settings.port else f"{where} takes a free one")
 
 
+def _hosts(service: Service) -> Iterator[Finding]:
+    """Of a group on several: how the others reach this one, and this one node 0."""
+    hosts = service.group.hosts
+    if hosts is None:
+        return
+    try:
+        address, interface = launch.place(hosts)
+    except StartError as error:
+        yield Finding("fail", "hosts", str(error), "give PHALANX_INTERFACE, or mend PHALANX_RDZV_ENDPOINT")
+        return
+    yield findings.hosts(hosts.nodes, hosts.node, address, interface)
+    yield findings.name(address, *host.name_of(address))
+    if hosts.node:
+        yield findings.node_0(f"{hosts.host}:{hosts.port}", host.connects(hosts.host, hosts.port))
+    else:
+        from app.server import listen
+
+        try:
+            with listen(address, hosts.port):
+                yield Finding("ok", "node 0", f"{address}:{hosts.port} is free")
+        except StartError as error:
+            yield Finding("fail", "node 0", str(error).partition(" (")[0], "give another port (PHALANX_RDZV_ENDPOINT)")
+
+
 def _stop(service: Service) -> Iterator[Finding]:
     yield findings.stop(service.settings.drain_timeout + findings.NONE_LEFT_OVER, host.patience())
 
@@ -187,7 +211,17 @@ def _model(service: Service) -> Iterator[Finding]:
             yield Finding("ok", "model", f"{text}, with the start of Python")
 
 
-CHECKS: tuple[Check, ...] = (_versions, _resources, _limits, _shared_memory, _run_directory, _port, _stop, _ranks)
+CHECKS: tuple[Check, ...] = (
+    _versions,
+    _resources,
+    _limits,
+    _shared_memory,
+    _run_directory,
+    _port,
+    _hosts,
+    _stop,
+    _ranks,
+)
 
 
 # ---- what they need

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -16,6 +17,7 @@ STARVED = 8 * MIB  # free on a tmpfs: below it a ring cannot even begin
 SUPERVISORS, RANK = 600 * MIB, 250 * MIB  # host memory measured with `digits`: all but the ranks, and each of these
 TASKS, RANK_TASKS = 40, 40  # processes and threads: all but the ranks, and each of these without its OpenMP threads
 TAKEN = 0.1  # of a device's memory: a CUDA context of our own takes less
+SLOW_NAME = 0.5  # seconds
 SLOW = 1e9  # bytes a second: PCIe has several times that, in every path that NCCL may take
 
 
@@ -61,6 +63,29 @@ def size(count: float) -> str:
 
 def many(count: int, what: str) -> str:
     return f"{count} {what}{'' if count == 1 else 's'}"
+
+
+def hosts(nodes: int, node: int, address: str, interface: str) -> Finding:
+    text = f"node {node} of {nodes}, which the others reach at {address} on {interface}"
+    if ipaddress.ip_address(address).is_loopback:
+        return Finding("warn", "hosts", text, "that is this host's alone: give an address of all (PHALANX_LOCAL_ADDR)")
+    return Finding("ok", "hosts", text)
+
+
+def name(address: str, found: str | None, seconds: float) -> Finding:
+    """Of a host: torch looks it up at every connection, from both ends."""
+    text = f"{address} is {found}" if found else f"{address} has no name"
+    if seconds > SLOW_NAME:
+        remedy = "give it one in DNS or /etc/hosts, on every host: a start looks it up several times"
+        return Finding("warn", "name", f"{text}, and to find that took {seconds:.1f} s", remedy)
+    return Finding("ok", "name", text)
+
+
+def node_0(where: str, fault: str | None) -> Finding:
+    if fault is None:
+        return Finding("ok", "node 0", f"{where} answers")
+    remedy = "this node will wait for it: start it, or let its port through the firewall"
+    return Finding("warn", "node 0", f"{where} does not answer: {fault}", remedy)
 
 
 def cores(count: int, ranks: int, threads: int) -> Finding:

@@ -6,12 +6,15 @@ import os
 import platform
 import re
 import resource
+import socket
 import subprocess
+import time
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
+CONNECT = 3.0  # seconds for another host to answer
 CGROUPS = Path("/sys/fs/cgroup")
 UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1, "": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 
@@ -128,3 +131,20 @@ def _cgroups() -> list[Path]:
     """This process's cgroup and those above it, each of which may have a limit; version 2."""
     path = Path(_path_of_cgroup().lstrip("/"))
     return [CGROUPS / one for one in (path, *path.parents)]
+
+
+def name_of(address: str) -> tuple[str | None, float]:
+    """The name of an address, if it has one, and the seconds that it took to look it up."""
+    started, found = time.monotonic(), None
+    with suppress(OSError):
+        found = socket.getnameinfo((address, 0), socket.NI_NAMEREQD)[0]
+    return found, time.monotonic() - started
+
+
+def connects(host: str, port: int) -> str | None:
+    """Why no TCP connection goes there; None if one does."""
+    try:
+        socket.create_connection((host, port), timeout=CONNECT).close()
+    except OSError as error:
+        return error.strerror or str(error)
+    return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,13 @@ NO_DRIVER = Torch("12.8", "2.27.3", 0, "Found no NVIDIA driver on your system.")
         (findings.run_directory(Path("/r"), Filesystem("tmpfs", GIB, 64 * MIB), 256 * MIB), "warn", "RING_BYTES"),
         (findings.run_directory(Path("/r"), Filesystem("ext4", GIB, GIB), 256 * MIB), "warn", "it is on ext4"),
         (findings.run_directory(Path("/r"), Filesystem("", GIB, GIB), 256 * MIB), "warn", "as far as can be told"),
+        (findings.hosts(2, 1, "10.0.0.2", "eth0"), "ok", "node 1 of 2, which the others reach at 10.0.0.2 on eth0"),
+        (findings.hosts(2, 0, "127.0.1.1", "lo"), "warn", "PHALANX_LOCAL_ADDR"),
+        (findings.name("10.0.0.2", "gpu2", 0.01), "ok", "10.0.0.2 is gpu2"),
+        (findings.name("10.0.0.2", None, 0.01), "ok", "10.0.0.2 has no name"),
+        (findings.name("10.0.0.2", None, 8.0), "warn", "to find that took 8.0 s; give it one in DNS"),
+        (findings.node_0("10.0.0.1:29500", None), "ok", "10.0.0.1:29500 answers"),
+        (findings.node_0("10.0.0.1:29500", "Connection refused"), "warn", "does not answer: Connection refused; this"),
         (findings.stop(40, Patience("")), "ok", "a stop may take 40 s: whatever stops the service must wait longer"),
         (findings.stop(40, Patience("STOP_GRACE", 45)), "ok", "STOP_GRACE gives 45 s"),
         (findings.stop(40, Patience("STOP_GRACE", 40)), "warn", "give it more than 40 s"),
@@ -158,6 +166,22 @@ def test_a_check_that_cannot_be_made_is_a_finding_and_the_next_one_comes(
     failed, versions = capsys.readouterr().out.splitlines()
     assert failed.startswith("fail  odd place      cannot be checked: [Errno 5] Input/output error; ")
     assert versions.startswith("ok    versions       Phalanx ")
+
+
+def test_of_several_hosts_this_ones_address_and_the_way_to_node_0_are_looked_at(tmp_path: Path) -> None:
+    port = free_port()
+
+    def found(**fields: Any) -> list[tuple[str, str]]:
+        given = {"nodes": 2, "node": 0, "host": "127.0.0.1", "port": port, "key_file": tmp_path} | fields
+        group = launch.Group(model="digits", run_dir=tmp_path, ranks=1, hosts=launch.Hosts(**given))
+        return [(one.level, one.topic) for one in doctor._hosts(doctor.Service(doctor.Settings(), group))]
+
+    assert found() == [("warn", "hosts"), ("ok", "name"), ("ok", "node 0")]
+    assert found(node=1) == [("warn", "hosts"), ("ok", "name"), ("warn", "node 0")]
+    with socket.create_server(("127.0.0.1", port)):
+        assert found()[2] == ("fail", "node 0")
+        assert found(node=1)[2] == ("ok", "node 0")
+    assert found(interface="eth99") == [("fail", "hosts")]
 
 
 def levels(output: str) -> dict[str, str]:

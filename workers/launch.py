@@ -26,7 +26,7 @@ from workers import lifeline, rundir
 from workers.command import TORCHRUN, Group, cores, torchrun_command, torchrun_environment, visible_gpus
 from workers.epoch import Death, Epoch, Restarts
 from workers.errors import ModelLoadError, StartError
-from workers.hosts import Alone, Hosts, Meeting, Nodes
+from workers.hosts import Alone, Hosts, Meeting, Nodes, place
 from workers.rundir import (
     Told,
     claim,
@@ -48,6 +48,7 @@ __all__ = [
     "claim",
     "cores",
     "last_deaths",
+    "place",
     "prepare_run_dir",
     "readiness",
     "remove_run_dir",
