@@ -22,7 +22,15 @@ ONLY_IN = {
     "torch": {f"workers.{room}" for room in TORCH.split()},
     "pickle": {"workers.encode"},
     "fastapi": {"app.main", "app.ops", "app.v2"},
-    "zmq": {"app.queue", "workers.curve", "workers.nodes", "workers.queue", "workers.shards", "workers.loop"},
+    "zmq": {
+        "app.queue",
+        "workers.curve",
+        "workers.nodes",
+        "workers.queue",
+        "workers.shards",
+        "workers.loop",
+        "workers.watch",
+    },
 }
 
 

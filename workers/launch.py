@@ -20,16 +20,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from workers import lifeline, rundir
 from workers.command import TORCHRUN, Group, cores, torchrun_command, torchrun_environment, visible_gpus
 from workers.epoch import Death, Epoch, Restarts, cause
 from workers.errors import ModelLoadError, StartError
-from workers.hosts import Alone, Hosts, Meeting, Nodes
+from workers.hosts import Alone, FrontEnd, Hosts, Meeting, Nodes
 from workers.rundir import Told, claim, last_deaths, prepare_run_dir, readiness, remove_run_dir
 
+if TYPE_CHECKING:
+    from workers.watch import Watch
+
 __all__ = [
+    "FrontEnd",
     "Group",
     "Hosts",
     "Launcher",
@@ -157,6 +161,7 @@ class Launcher:
         self._group = replace(group, run_dir=group.run_dir.absolute())
         self._restarts = Restarts(group.max_restarts)
         self._spare = Spare(torchrun_environment(group.ranks, os.environ))
+        self._watch: Watch | None = None
         self._stop = False
         self._wake = -1  # a pipe's end that is readable once a signal has come
 
@@ -170,7 +175,7 @@ class Launcher:
         lock = rundir.claim(self._group.run_dir / f"launch-{self._group.group}.lock")
         lifeline.adopt_orphans()
         try:
-            with self._signals(), closing(self._others()) as others:
+            with self._signals(), closing(self._others()) as others, self._watching():
                 return self._keep(others)
         finally:
             self._spare.end()
@@ -188,6 +193,18 @@ class Launcher:
         from workers.nodes import Follower, Leader  # ZeroMQ, which a group on one host does without here
 
         return Follower(hosts) if hosts.node else Leader(hosts, count)
+
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
+        """A line to the front end, where that is on another host; one launcher of a group has it."""
+        front_end, hosts = self._group.front_end, self._group.hosts
+        if front_end is None or (hosts is not None and hosts.node):
+            yield
+            return
+        from workers.watch import Watch  # ZeroMQ, which a group beside its front end does without here
+
+        with closing(Watch(self._group.group, front_end)) as self._watch:
+            yield
 
     def _keep(self, others: Nodes) -> int:
         group = self._group
@@ -216,6 +233,8 @@ class Launcher:
                 if epoch.ready is None:
                     rundir.remove(directory)
                 return 0
+            if self._watch is not None:
+                self._watch.died(epoch.number, death)
             path = rundir.keep_post_mortem(group.run_dir, directory.name, epoch.post_mortem(death))
             if not leads:
                 epoch.log(logging.ERROR, "died: %s; more in %s", death.text, path)
@@ -244,6 +263,8 @@ class Launcher:
                 self._sleep(POLL, pidfd, *others.fds, *ranks.watched())
                 ranks.look()
                 lifeline.reap_orphans(but=torchrun.pid)
+                if self._watch is not None:
+                    self._watch.look(epoch.number, epoch.directory)
                 news = others.news()
                 reason, ended = epoch.look(time.monotonic(), self._stop or news.leave), news.ended
                 if epoch.felled is not None:
