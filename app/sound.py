@@ -78,7 +78,7 @@ def result_fault(
         commas = max(0, len(lengths) - 1) if returns == "json" else 0
         if any(length < 0 for length in lengths) or sum(lengths) + commas != memoryview(frame).nbytes:
             return "its items do not fill its frames"
-        if len(rows) not in (len(lengths), 1):
+        if returns == "npy" and len(rows) not in (len(lengths), 1):
             return f"it has {len(rows)} forms of {len(lengths)} rows"
     if not all(0 <= failure.index < size for failure in result.failures):
         return f"it has failures of items beyond {size}"

@@ -122,7 +122,7 @@ class FakeGroup:
             step.step,
             [[len(one) for one in results]],
             [],
-            [[("", ())] * len(results)],
+            [[]],
             [RankStats(0, len(items), 0.001, 1, 0.0)],
             0.0,
         )
