@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         add_flags(sub, [name for name in Settings.model_fields if name != "model" or verb in ("app", "status")])
     text = "make the key that the hosts of a cluster share"
     key = verbs.add_parser("key", help=text, description=text)
-    key.add_argument("file", type=Path, metavar="FILE", help="a new file, which only its owner can read")
+    key.add_argument("file", type=Path, metavar="FILE", help="a new file, which only its owner can read; - prints it")
     text = "send files of items to a running service, write the results in order"
     _add_infer_flags(verbs.add_parser("infer", help=text, description=text))
     flags = vars(parser.parse_args(argv))
@@ -150,7 +150,10 @@ def _infer(flags: dict[str, Any]) -> int:
 def _key(file: Path) -> int:
     from workers.curve import ClusterKey
 
-    ClusterKey.create(file)
+    if str(file) == "-":
+        print(ClusterKey.new().secret.decode())
+    else:
+        ClusterKey.create(file)
     return 0
 
 

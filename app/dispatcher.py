@@ -26,6 +26,7 @@ from app.queue import Listen, Peer, Queue, Sent
 from app.reception import Reception
 from app.settings import Settings
 from app.steps import Ran, Request
+from workers import launch
 from workers.errors import DeadlineExceeded, Draining, NoGroup, PoisonItem, RequestError
 from workers.ring import Block, Ring, open_ring
 from workers.wire import (
@@ -164,7 +165,10 @@ class Dispatcher:
         if served.groups:
             return served.unreadiness(time.monotonic())
         last = self.lost.last(served.name, self.groups)
-        return "no worker group" + (f"; the last one: {last}" if last else " yet")
+        waits = "".join(f"; group {group}: {wait}" for group, wait in launch.waits(self._run_dir).items())
+        return (
+            "no worker group" + ("" if last or waits else " yet") + waits + (f"; the last one: {last}" if last else "")
+        )
 
     def waiting(self) -> int:
         """Items that are in no step yet."""

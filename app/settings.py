@@ -101,10 +101,10 @@ class Settings(BaseSettings):
         None, description="HOST:PORT of node 0, at which its launcher waits for those of the other hosts."
     )
     interface: str | None = Field(
-        None, min_length=1, description="Network interface between the hosts; unset: the one that leads to node 0."
+        None, min_length=1, description="Interface between the hosts; unset or `auto`: the one that leads to node 0."
     )
     local_addr: str | None = Field(
-        None, min_length=1, description="This host's address for the others; unset: the interface's."
+        None, min_length=1, description="This host's address for the others; unset or `auto`: the interface's."
     )
     queue_listen: str | None = Field(None, description="HOST:PORT at which a front end takes groups of other hosts.")
     queue: str | None = Field(
@@ -179,7 +179,7 @@ class Settings(BaseSettings):
             raise ValueError(f"more than {_key('step_timeout')}, which is {_shown(step)}")
         return value
 
-    @field_validator("ranks", mode="before")
+    @field_validator("ranks", "interface", "local_addr", mode="before")
     @classmethod
     def _auto(cls, value: object) -> object:
         return None if value == "auto" else value  # a compose file can give a variable a value, but not take it away
@@ -389,5 +389,5 @@ _EXPECTED = {
 
 def _bad_value(name: str, value: object, kind: str, message: str) -> str:
     expected = _EXPECTED.get(kind) or message.removeprefix("Value error, ").removeprefix("Input should be ")
-    shown = repr(value) if isinstance(value, str) else _shown(value)
+    shown = "unset" if value is None else repr(value) if isinstance(value, str) else _shown(value)
     return f"{_key(name)} ({_flag(name)}) is {shown}: expected {expected}"

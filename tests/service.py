@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -45,7 +45,17 @@ def until(what: Callable[[], T], seconds: float = 20.0, why: str = "") -> T:
 class Service:
     """One `phalanx serve`, or one of its halves, as a child process."""
 
-    def __init__(self, model: str, *, verb: str = "serve", run_dir: Path | None = None, **settings: object) -> None:
+    def __init__(
+        self,
+        model: str,
+        *,
+        verb: str = "serve",
+        run_dir: Path | None = None,
+        inside: Sequence[str] = (),
+        address: str = "127.0.0.1",
+        **settings: object,
+    ) -> None:
+        """`inside` is a command that runs the one behind it: in a namespace, say; `address` is then where it is."""
         self.port = int(settings.pop("port", 0) or free_port())
         self.run_dir = run_dir or Path(tempfile.mkdtemp(prefix="phx-", dir="/dev/shm"))
         self.log_path = self.run_dir.with_name(f"{self.run_dir.name}-{verb}-{self.port}.log")
@@ -55,14 +65,25 @@ class Service:
         environment |= {f"PHALANX_{key.upper()}": str(value) for key, value in settings.items()}
         with self.log_path.open("wb") as log:
             self.process = subprocess.Popen(
-                [Path(sys.executable).with_name("phalanx"), verb, *(["--model", model] if verb == "app" else [model])],
+                [
+                    *inside,
+                    Path(sys.executable).with_name("phalanx"),
+                    verb,
+                    *(["--model", model] if verb == "app" else [model]),
+                ],
                 env=environment,
                 cwd=self.cwd,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
             )
-        self.client = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=60)
+        self.client = httpx.Client(base_url=f"http://{address}:{self.port}", timeout=60)
+
+    @property
+    def pid(self) -> int:
+        """Of `phalanx`, which an `inside` that forks has for a child."""
+        ours = [self.process.pid, *descendants(self.process.pid)]
+        return next(pid for pid in ours if b"phalanx" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[1])
 
     # ---- asking
 
@@ -113,7 +134,7 @@ class Service:
     def stop(self, number: int = signal.SIGTERM, seconds: float = 60) -> int:
         """The exit code, after a signal."""
         if self.process.poll() is None:
-            self.process.send_signal(number)
+            os.kill(self.pid, number)
         return self.process.wait(seconds)
 
     def close(self) -> None:

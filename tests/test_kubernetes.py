@@ -187,9 +187,7 @@ def test_a_broken_manifest_is_refused(kind: str, change: Callable[[Manifest], ob
 
 def test_they_set_only_settings_that_exist() -> None:
     named = {name.lower() for path in K8S.iterdir() for name in re.findall(r"PHALANX_(\w+)", path.read_text())}
-    known = set(Settings.model_fields)
-    known |= SEVERAL_HOSTS  # TODO: delete this line when Settings has them
-    assert named <= known
+    assert named <= set(Settings.model_fields)
 
 
 def test_they_run_the_image_of_this_version_as_its_user() -> None:

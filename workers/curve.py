@@ -47,11 +47,15 @@ class ClusterKey(NamedTuple):
         return cls(zmq.curve_public(text), text)
 
     @classmethod
+    def new(cls) -> ClusterKey:
+        return cls(*zmq.curve_keypair())
+
+    @classmethod
     def create(cls, path: Path) -> None:
         """Write a new key to a new file that its owner alone can read. StartError where there can be none."""
         try:
             with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-                file.write(zmq.curve_keypair()[1] + b"\n")
+                file.write(cls.new().secret + b"\n")
         except OSError as error:
             raise StartError(f"no key was made: {path}: {error.strerror}") from None
 

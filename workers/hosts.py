@@ -85,6 +85,9 @@ class Nodes(Protocol):
     def next(self) -> Next | None:
         """The next epoch, once every node is ready for it. Raises StartError when there is none."""
 
+    def wait(self) -> str:
+        """What `next` waits for."""
+
     def news(self) -> News: ...
 
     def dying(self) -> None:
@@ -112,6 +115,9 @@ class Alone:
 
     def next(self) -> Next:
         return Next(self._count(), None)
+
+    def wait(self) -> str:
+        return ""
 
     def news(self) -> News:
         return News()

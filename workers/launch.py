@@ -27,7 +27,7 @@ from workers.command import TORCHRUN, Group, cores, torchrun_command, torchrun_e
 from workers.epoch import Death, Epoch, Restarts, cause
 from workers.errors import ModelLoadError, StartError
 from workers.hosts import Alone, FrontEnd, Hosts, Meeting, Nodes
-from workers.rundir import Told, claim, last_deaths, prepare_run_dir, readiness, remove_run_dir
+from workers.rundir import Told, claim, last_deaths, prepare_run_dir, readiness, remove_run_dir, waits
 
 if TYPE_CHECKING:
     from workers.watch import Watch
@@ -49,12 +49,14 @@ __all__ = [
     "torchrun_command",
     "torchrun_environment",
     "visible_gpus",
+    "waits",
 ]
 
 logger = logging.getLogger("workers")
 
 SPARE_AFTER = 2.0  # seconds of being ready after which a spare is worth its start
 POLL = 0.1  # seconds between two looks at the epoch's directory; signals and torchrun's end wake the launcher at once
+REMIND = 60.0  # seconds between two lines of the same wait
 GONE = 10.0  # seconds to wait for killed ranks; one that the kernel cannot end must not keep the service down
 
 
@@ -163,6 +165,7 @@ class Launcher:
         self._spare = Spare(torchrun_environment(group.ranks, os.environ))
         self._watch: Watch | None = None
         self._stop = False
+        self._waits, self._waits_since = "", 0.0  # for other hosts
         self._wake = -1  # a pipe's end that is readable once a signal has come
 
     def run(self) -> int:
@@ -179,6 +182,7 @@ class Launcher:
                 return self._keep(others)
         finally:
             self._spare.end()
+            rundir.note_wait(self._group.run_dir, self._group.group, "")
             os.close(lock)
 
     def _others(self) -> Nodes:
@@ -215,6 +219,7 @@ class Launcher:
             except StartError as error:
                 logger.critical("%s", error)
                 return error.exit_code
+            self._say_wait("" if begun is not None else others.wait())
             if begun is None:
                 self._sleep(POLL, *others.fds)
                 continue
@@ -248,6 +253,15 @@ class Launcher:
             epoch.log(logging.ERROR, "died: %s; more in %s", death.text, path)
             self._sleep(pause)
         return 0
+
+    def _say_wait(self, text: str) -> None:
+        """Once, and again after a minute: in the log, and for the front end."""
+        now = time.monotonic()
+        if text != self._waits or (text and now >= self._waits_since + REMIND):
+            self._waits, self._waits_since = text, now
+            rundir.note_wait(self._group.run_dir, self._group.group, text)
+            if text:
+                logger.info("group %s: %s", self._group.group, text)
 
     def _live(self, epoch: Epoch, meeting: Meeting | None, others: Nodes) -> Death | None:
         """One epoch, from torchrun's start until no process of it is left; None if the end was an orderly one."""

@@ -33,7 +33,6 @@ log = logging.getLogger("workers")
 PROTOCOL = 1  # raised with every change to the messages that the other side could misread
 LOST = 1.0  # seconds after a disconnect in which the nodes are asked whether they can be reached
 PATIENCE = 15.0  # seconds node 0 waits for the last node to end an epoch, before it decides why the epoch died
-REMIND = 60.0  # seconds between two lines that say for whom node 0 waits
 AGAIN = 5.0  # seconds after which a node that was refused asks again
 # Of one death each node tells another story; what comes first here is the cause, and what comes last its echo.
 CAUSES = ("fenced", "model", "deadline", "rank", "peer", "supervisor", "exception", "lost", "told")
@@ -130,41 +129,40 @@ class Leader(_Node):
 
     def __init__(self, hosts: Hosts, count: Callable[[], int]) -> None:
         """`count` gives the next epoch's number. Raises StartError where the endpoint cannot be listened on."""
+        self._address, self._interface = place(hosts)
         super().__init__(hosts, zmq.ROUTER)
         self._count = count
         self._guard = Guard(self._context, self._key)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._key.serve(self._socket)
         self._connections = Connections(self._socket, "the launcher of node 0")
-        self._address, self._interface = place(hosts)
         if ipaddress.ip_address(self._address).is_loopback:
             log.warning("%s is this host's alone: nodes on other hosts cannot reach node 0 there", self._address)
         try:
             self._socket.bind(f"tcp://{_bracketed(self._address)}:{hosts.port}")
         except zmq.ZMQError as error:
+            self.close()
             raise StartError(f"{self._address}:{hosts.port} cannot be listened on: {error.strerror}") from None
         self.fds = (_fd(self._socket), _fd(self._connections.monitor))
         self._identities: dict[int, bytes] = {}  # by node, of those that have come and can be reached
         self._idle: set[int] = set()
         self._deaths: dict[int, Death | None] = {}  # by node, of the running epoch, in the order of their coming
         self._probe_until = 0.0
-        self._remind_at = 0.0
 
     def next(self) -> Next | None:
         self._take()
-        missing = [node for node in range(1, self._hosts.nodes) if node not in self._idle]
-        if missing:
-            if (now := time.monotonic()) >= self._remind_at:
-                log.info("waiting for node %s of %d", ", ".join(map(str, missing)), self._hosts.nodes)
-                self._remind_at = now + REMIND
+        if len(self._idle) < self._hosts.nodes - 1:
             return None
-        self._remind_at = 0.0
         meeting = Meeting(self._address, _free_port(self._address), self._address, self._interface)
         self._begin(self._count())
         self._deaths.clear()
         self._idle.clear()
         self._tell_all(Start(self._epoch, meeting.port))
         return Next(self._epoch, meeting)
+
+    def wait(self) -> str:
+        missing = [f"node {node}" for node in range(1, self._hosts.nodes) if node not in self._idle]
+        return f"node 0 of {self._hosts.nodes} waits for {', '.join(missing)}"
 
     def news(self) -> News:
         self._take()
@@ -199,7 +197,7 @@ class Leader(_Node):
         self._connections.close()
         self._socket.close()
         self._guard.close()
-        self._context.destroy()
+        self._context.term()
 
     def _take(self) -> None:
         """All that has come, without waiting."""
@@ -232,6 +230,7 @@ class Leader(_Node):
                 self._deaths[node] = Death(message.kind, text, message.ready_for) if message.kind else None
             if isinstance(message, Dying) or message.kind:
                 self._end("told", f"the ranks of node {node} died")
+                self.dying()
 
     def _came(self, identity: bytes, here: Here) -> None:
         before = self._identities.get(here.node)
@@ -259,6 +258,7 @@ class Leader(_Node):
         self._idle.discard(node)
         if not self._news.leave:
             self._end("lost", f"node {node} cannot be reached")
+            self.dying()
 
     def _tell_all(self, message: Message) -> None:
         for identity in self._identities.values():
@@ -295,7 +295,6 @@ class Follower(_Node):
         self._over: Over | None = None
         self._ask_at = float("inf")  # when to say Here again, after a refusal
         self._complain_at = 0.0
-        log.info("node %d of %d waits for node 0 at %s:%d", hosts.node, hosts.nodes, hosts.host, hosts.port)
 
     def next(self) -> Next | None:
         self._take()
@@ -310,6 +309,11 @@ class Follower(_Node):
             return None
         start, self._start = self._start, None
         return Next(start.epoch, Meeting(self._hosts.host, start.port, *place(self._hosts)))
+
+    def wait(self) -> str:
+        hosts = self._hosts
+        whom = "the other nodes" if self._connected else f"node 0 at {hosts.host}:{hosts.port}"
+        return f"node {hosts.node} of {hosts.nodes} waits for {whom}"
 
     def news(self) -> News:
         self._take()
@@ -336,7 +340,9 @@ class Follower(_Node):
 
     def close(self) -> None:
         self._socket.disable_monitor()
-        self._context.destroy(linger=1000)
+        self._monitor.close()
+        self._socket.close()
+        self._context.term()
 
     def _take(self) -> None:
         with suppress(zmq.Again):

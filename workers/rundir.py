@@ -89,6 +89,8 @@ def readiness(run_dir: Path, group: str = "0") -> tuple[bool, str]:
     For a process that sees the ranks' pids: on the same host, in the same container.
     """
     epochs = _epochs(run_dir, group)
+    if (wait := waits(run_dir).get(group)) is not None:
+        return False, f"group {group}: {wait}"
     if not epochs:
         where = f"no ranks of group {group} have run in {run_dir}"
         return False, f"{where}: give the --port, --run-dir or --group that they were started with"
@@ -148,6 +150,24 @@ def last_deaths(run_dir: Path) -> dict[str, Told]:
             text, kind = file.readline().strip(), file.readline().removeprefix("kind: ").partition(";")[0]
             told[group] = Told(group, int(path.stem.rpartition("-")[2]), text, kind, at)
     return told
+
+
+def note_wait(run_dir: Path, group: str, text: str) -> None:
+    """Say what the group's launcher waits for, or with "" that it waits for nothing any more."""
+    path = run_dir / f"waits-{group}"
+    if text:
+        path.write_text(text)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def waits(run_dir: Path) -> dict[str, str]:
+    """What launchers wait for, by group."""
+    found = {}
+    for path in run_dir.glob("waits-*"):
+        with suppress(OSError):  # the wait may be over
+            found[path.name.removeprefix("waits-")] = path.read_text(errors="replace")
+    return found
 
 
 def remove_run_dir(run_dir: Path) -> bool:
