@@ -52,7 +52,7 @@ class Lost:
     def tell(self, died: Died) -> None:
         """What the launcher of a group on another host says of an epoch."""
         kind = died.kind if re.fullmatch("[a-z]{1,20}", died.kind) else "unknown"
-        self._told[died.group] = Told(died.group, died.epoch, died.text[:TEXT], kind, time.time())
+        self._told[died.group] = Told(died.group, died.epoch, " ".join(died.text[:TEXT].split()), kind, time.time())
 
     def _deaths(self) -> dict[str, Told]:
         return last_deaths(self._run_dir) | self._told

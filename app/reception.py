@@ -63,7 +63,7 @@ class Reception:
             log.info("the launcher of group %s on another host is there, with epoch %d", message.group, message.epoch)
             self._fencing.watching(peer, message)
             return None
-        log.error("%s", message.text[:TEXT])
+        log.error("%s", " ".join(message.text[:TEXT].split()))
         self._lost.tell(message)
         ended = rank_0(peer, message.epoch)
         self._fencing.died(ended)
