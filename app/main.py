@@ -82,7 +82,7 @@ def create_app(settings: Settings, on_ready: Callable[[Group], None] | None = No
         open_paths=OPEN_PATHS | {route.path for route in files},
         refused=intake.refused,
     )
-    infer, protocol = Infer(intake, dispatcher, settings.max_items), v2.V2(intake, dispatcher)
+    infer, protocol = Infer(intake, dispatcher, settings.max_items), v2.V2(intake, dispatcher, settings.max_items)
     app.infer, app.v2 = door(infer), door(protocol)
     hot: dict[str, App] = {"/infer": infer, **dict.fromkeys(v2.OPENAPI, protocol)}
     for path, route in hot.items():

@@ -18,8 +18,8 @@ import orjson
 
 from app.codecs import MAX_NPY_AXES, MAX_NPY_SIZE, Cut, Rows, Span
 from workers import wire
-from workers.arrays import is_shaped, numbers, wide
-from workers.errors import MalformedBody, NonFiniteResult, UnencodableResult
+from workers.arrays import is_shaped, numbers_in_turns, wide
+from workers.errors import MalformedBody, NonFiniteResult, TooLarge, UnencodableResult
 from workers.ring import Block
 from workers.wire import Buffer, Form
 
@@ -91,8 +91,10 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 # ---- a request to rows
 
 
-def read(body: Buffer, json_size: int | None, block: Block | None = None) -> Asked:
+def read(body: Buffer, json_size: int | None, max_items: int, block: Block | None = None) -> Asked:
     """MalformedBody, with the reason, for what is no request; what the model says to the tensor, its ranks say.
+
+    TooLarge for more items than `max_items`, before their numbers are read.
 
     `json_size` is the Inference-Header-Content-Length, if there is one; `block` what of the ring the body fills.
     """
@@ -117,6 +119,8 @@ def read(body: Buffer, json_size: int | None, block: Block | None = None) -> Ask
     text = msgspec.json.encode(parameters, order="sorted") if parameters else b""
     tensor, behind = asked.inputs[0], memoryview(body)[json_size:]
     shape, dtype = _form(tensor)
+    if shape[0] > max_items:
+        raise TooLarge(f"{shape[0]} items are over the limit of {max_items} in one request")
     made = _made(tensor, shape, dtype, behind)
     data, block = (behind, block) if made is None else (made.view(np.uint8).data, None)
     items = Rows(data, shape[0], math.prod(shape[1:]) * dtype.itemsize, block, json_size)
@@ -181,13 +185,16 @@ def _from_json(data: bytes, shape: tuple[int, ...], dtype: np.dtype, what: str) 
     """The numbers of `data`, flat; nested arrays must be of `shape`."""
     if dtype.kind == "b":  # the JSON is known to be whole, so that neither word can stand beside a digit
         data = data.replace(b"true", b"1").replace(b"false", b"0")
-    values = numbers(data, "int64" if dtype.kind == "b" else wide(dtype)) if data else None
+    size = math.prod(shape)
+    if data.startswith(b"[") and not is_shaped(data, (size,)) and not is_shaped(data, shape):
+        found = data.count(b",") + 1
+        if found != size and data.count(b"[") == 1:
+            raise MalformedBody(f"a tensor {what} has {size} numbers, and data {found}")
+        raise MalformedBody(f"data is nested in another way than a tensor {what}, or holds another count")
+    kind = "int64" if dtype.kind == "b" else wide(dtype)
+    values = numbers_in_turns(data, kind, size) if data.startswith(b"[") else None
     if values is None:
         raise MalformedBody(f"data of a tensor {what} must be an array of such numbers, or binary_data_size be given")
-    if values.size != math.prod(shape):
-        raise MalformedBody(f"a tensor {what} has {math.prod(shape)} numbers, and data {values.size}")
-    if not is_shaped(data, (values.size,)) and not is_shaped(data, shape):
-        raise MalformedBody(f"data is nested in another way than a tensor {what}")
     if dtype.kind != "f" and values.size:
         low, high = (0, 1) if dtype.kind == "b" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
         if values.min() < low or values.max() > high:

@@ -36,7 +36,8 @@ EXAMPLE_TIME = 5.0  # seconds for the example that tells what results look like
 class V2:
     """The route `infer` as a plain ASGI app, and what the protocol's other paths need of it."""
 
-    def __init__(self, intake: Intake, dispatcher: Dispatcher) -> None:
+    def __init__(self, intake: Intake, dispatcher: Dispatcher, max_items: int) -> None:
+        self._max_items = max_items
         self._intake = intake
         self._dispatcher = dispatcher
         self._seen: dict[str, tuple[ModelInfo, str, tuple[int, ...]]] = {}  # results: of which model, datatype, shape
@@ -81,7 +82,7 @@ class V2:
         json_size = _json_size(headers)
         deadline = self._intake.deadline(began, headers)
         body, block = await self._intake.body(scope, headers, receive, hold, ring=json_size is not None)
-        asked = tensors.read(body, json_size, block)
+        asked = await self._intake.aside(body, tensors.read, body, json_size, self._max_items, block)
         hold.take_bytes(asked.made)
         deadline = min(deadline, began + asked.timeout)
         request, output = await self._run(

@@ -21,8 +21,8 @@ from tritonclient.utils import InferenceServerException
 from app import tensors
 from app.codecs import Span
 from tests.service import Service, samples, serving, until
-from workers.errors import MalformedBody, NonFiniteResult, UnencodableResult
-from workers.ring import Ring
+from workers.errors import MalformedBody, NonFiniteResult, TooLarge, UnencodableResult
+from workers.ring import Block, Ring
 from workers.wire import Place
 
 pytestmark = pytest.mark.timeout(60)
@@ -50,9 +50,13 @@ def binary(raw: bytes, shape: Any, datatype: str, **members: Any) -> tuple[bytes
     return head + raw, len(head)
 
 
+def read(content: bytes, json_size: int | None, block: Block | None = None, max_items: int = 2**63) -> tensors.Asked:
+    return tensors.read(content, json_size, max_items, block)
+
+
 def read_rows(content: bytes, json_size: int | None = None) -> np.ndarray:
     """The tensor that a body was read as."""
-    cut = tensors.read(content, json_size).cut
+    cut = read(content, json_size).cut
     assert cut.form.row is not None
     dtype, shape = cut.form.row
     raw = b"".join(cut.items.slices(0, len(cut.items)))
@@ -106,11 +110,11 @@ def test_tensors_without_numbers_are_read(shape: list[int], data: list) -> None:
 
 def test_the_protocols_own_parameters_are_not_the_models() -> None:
     own = {"binary_data_output": True, "timeout": 1500, "priority": 3}
-    asked = tensors.read(body(parameters=own | {"factor": 2, "sequence_id": 7}), None)
+    asked = read(body(parameters=own | {"factor": 2, "sequence_id": 7}), None)
     assert asked.cut.form.parameters == b'{"factor":2,"sequence_id":7}'
     assert (asked.binary, asked.timeout) == (True, 0.0015)
     wish = [{"name": "output", "parameters": {"binary_data": False}}]
-    assert not tensors.read(body(parameters=own, outputs=wish), None).binary
+    assert not read(body(parameters=own, outputs=wish), None).binary
 
 
 BAD = {
@@ -140,6 +144,10 @@ BAD = {
     "too few numbers": (body(tensor([2, 4])), "FP32[2, 4] has 8 numbers, and data 6"),
     "rows of unequal length": (body(tensor(data=[[1, 2], [3, 4, 5, 6]])), "nested"),
     "transposed": (body(tensor(data=[[1, 2], [3, 4], [5, 6]])), "nested"),
+    "a number where there is none": (body(tensor([0], data=[5])), "numbers"),
+    "none where there is one": (body(tensor([1], data=[])), "numbers"),
+    "arrays of nothing with something in one": (body(tensor([2, 0], data=[[], [5]])), "numbers"),
+    "a comma in a string among numbers": (body(tensor([2], data=["1,2"])), "numbers"),
     "an object": (body(tensor(data={"a": 1})), "array"),
     "a scalar": (body(tensor([1], data=1)), "array"),
     "a string among numbers": (body(tensor([2], data=[1, "2"])), "numbers"),
@@ -166,10 +174,26 @@ BAD = {
 }
 
 
+def test_too_many_items_are_refused_before_their_numbers_are_read() -> None:
+    with pytest.raises(TooLarge, match="7 items are over the limit of 6"):
+        read(body(tensor([7], data=["no number"] * 7)), None, max_items=6)
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["flat", "nested"])
+def test_numbers_of_any_length_are_read_in_pieces_of_text(nested: bool) -> None:
+    numbers = np.arange(300_000, dtype=np.float32).reshape(3, 1000, 100)  # 2 MB of text: several pieces
+    given = numbers.tolist() if nested else numbers.ravel().tolist()
+    np.testing.assert_array_equal(read_rows(body(tensor([3, 1000, 100], data=given))), numbers)
+    flat = numbers.ravel().tolist()
+    for i in (0, 150_000, 299_999):
+        with pytest.raises(MalformedBody, match="numbers"):
+            read(body(tensor([300_000], data=[*flat[:i], None, *flat[i + 1 :]])), None)
+
+
 @pytest.mark.parametrize(("content", "said"), BAD.values(), ids=BAD)
 def test_a_bad_body_is_refused_with_the_reason(content: bytes, said: str) -> None:
     with pytest.raises(MalformedBody) as caught:
-        tensors.read(content, None)
+        read(content, None)
     assert said in str(caught.value)
 
 
@@ -184,19 +208,19 @@ def test_a_bad_body_is_refused_with_the_reason(content: bytes, said: str) -> Non
 )
 def test_bytes_that_do_not_fill_the_tensor_are_refused(raw: bytes, shape: list, datatype: str, said: str) -> None:
     with pytest.raises(MalformedBody, match=said):
-        tensors.read(*binary(raw, shape, datatype))
+        read(*binary(raw, shape, datatype))
 
 
 def test_bytes_must_be_all_that_follows_the_json() -> None:
     content, size = binary(b"abcd", [1], "FP32")
     for wrong, said in ((len(content) + 1, "and the body has"), (size - 1, "truncated"), (size + 1, "trailing")):
         with pytest.raises(MalformedBody, match=said):
-            tensors.read(content, wrong)
+            read(content, wrong)
     for more in (b"e", b"efgh"):
         with pytest.raises(MalformedBody, match="binary_data_size is 4, and by"):
-            tensors.read(content + more, size)
+            read(content + more, size)
     with pytest.raises(MalformedBody, match="says whose"):
-        tensors.read(body() + b"abcd", len(body()))
+        read(body() + b"abcd", len(body()))
 
 
 def test_bytes_in_the_ring_stay_there_and_json_lets_it_go(tmp_path: Path) -> None:
@@ -205,10 +229,10 @@ def test_bytes_in_the_ring_stay_there_and_json_lets_it_go(tmp_path: Path) -> Non
     block = ring.take(len(content))
     assert block is not None
     block.view[:] = content
-    cut = tensors.read(block.view, size, block).cut
+    cut = read(block.view, size, block).cut
     assert cut.items.place(1, 2) == Place("ring", block.start + size + 12, 12)
     block.view[:size] = body().ljust(size)
-    assert tensors.read(block.view[:size], size, block).cut.items.place(0, 2) is None
+    assert read(block.view[:size], size, block).cut.items.place(0, 2) is None
     del block, cut
     ring.close()
 
