@@ -85,6 +85,8 @@ def _serve(settings: Settings) -> int:
     """A tiny supervisor of two siblings: the front end, and the launcher of the group. It restarts neither."""
     if settings.node_rank:
         raise StartError("the front end is beside node 0; the other hosts run `phalanx workers` (PHALANX_NODE_RANK)")
+    if settings.queue is not None:
+        raise StartError("a group of a front end on another host runs as `phalanx workers` (PHALANX_QUEUE)")
     run_dir = settings.run_directory
     launch.prepare_run_dir(run_dir)
     try:
@@ -137,7 +139,7 @@ def _status(settings: Settings) -> int:
 def _check(settings: Settings) -> int:
     """One epoch in a run directory of its own; the ranks print what came out."""
     with tempfile.TemporaryDirectory(prefix="phalanx-check-", dir="/dev/shm") as folder:
-        return launch.check(_group(settings.model_copy(update={"run_dir": Path(folder), "nnodes": 1})))
+        return launch.check(_group(settings.model_copy(update={"run_dir": Path(folder), "nnodes": 1, "queue": None})))
 
 
 def _doctor(settings: Settings) -> int:
@@ -213,7 +215,16 @@ def _group(settings: Settings) -> launch.Group:
         drain_timeout=settings.drain_timeout,
         log_level=settings.log_level,
         hosts=_hosts(settings) if settings.nnodes > 1 else None,
+        front_end=_front_end(settings),
     )
+
+
+def _front_end(settings: Settings) -> launch.FrontEnd | None:
+    if settings.queue is None:
+        return None
+    assert settings.cluster_key_file is not None  # says Settings, with a queue
+    host, port = endpoint(settings.queue)
+    return launch.FrontEnd(host=host, port=port, key_file=settings.cluster_key_file.absolute())
 
 
 def _hosts(settings: Settings) -> launch.Hosts:

@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
+
 from app import steps
 from app.batcher import Account, Batch
 from app.catalog import Catalog, Served
@@ -20,13 +22,27 @@ from app.fencing import Fencing
 from app.groups import Flight, Group
 from app.lost import Lost
 from app.metrics import Metrics
-from app.queue import Queue, Sent
+from app.queue import Listen, Peer, Queue, Sent
+from app.reception import Reception
 from app.settings import Settings
 from app.steps import Ran, Request
-from workers import launch, wire
+from workers import launch
 from workers.errors import DeadlineExceeded, Draining, NoGroup, PoisonItem, RequestError
 from workers.ring import Block, Ring, open_ring
-from workers.wire import Buffer, Form, Goodbye, Hello, Leaving, Message, Ping, Place, Result, Step
+from workers.wire import (
+    Buffer,
+    Died,
+    Form,
+    Goodbye,
+    Hello,
+    Leaving,
+    Message,
+    Ping,
+    Place,
+    Result,
+    Step,
+    Watching,
+)
 
 log = logging.getLogger("app")
 
@@ -56,11 +72,11 @@ class Dispatcher:
         self._settings = settings
         self._run_dir: Path = settings.run_directory.absolute()
         self.lost = Lost(self._run_dir)
-        self._fencing = Fencing(self._run_dir)
-        self._queue = Queue(self._run_dir, self._handle, self._disconnected)
+        self._queue = Queue(self._run_dir, self._handle, self._disconnected, Listen.of(settings))
+        self._fencing = Fencing(self._run_dir, self._queue.send)
+        self._reception = Reception(self.catalog, self.lost, self._fencing)
         self._ring: Ring | None = None
         self._requests: set[Request] = set()
-        self._refused: dict[bytes, str] = {}  # identities of epochs that get no step any more, and why
         self._step = 0
         self._feeding = False
         self._wake: asyncio.TimerHandle | None = None
@@ -203,9 +219,11 @@ class Dispatcher:
             timeout = min(timeout, max(CANARY_TIMEOUT, CANARY_FACTOR * group.hello.warmup_seconds))
         self._step += 1
         no_items: tuple[Form, list[list[int]], list[Place | None], list[Buffer]] = Form("json", "json"), [], [], []
-        form, lengths, places, payload = steps.shards(batch, group.hello.world) if batch else no_items
+        form, lengths, places, payload = no_items
+        if batch:
+            form, lengths, places, payload = steps.shards(batch, group.hello.world, inline=group.peer.remote)
         step = Step(self.session, group.hello.epoch, self._step, form, lengths, places, timeout, canary=batch is None)
-        sent = self._queue.send(group.identity, step, payload)
+        sent = self._queue.send(group.peer, step, payload)
         if sent is not Sent.YES:
             if batch is not None:
                 self.catalog.of(group).batcher.put_back([batch], strike=False)
@@ -230,53 +248,51 @@ class Dispatcher:
 
     # ---- messages in
 
-    def _handle(self, identity: bytes, message: Message, payload: list[Buffer]) -> None:
-        group = next((one for one in self.groups.values() if one.identity == identity), None)
+    def _handle(self, peer: Peer, message: Message, payload: list[Buffer]) -> None:
+        group = next((one for one in self.groups.values() if one.peer == peer), None)
         if isinstance(message, Hello):
-            self._greeted(identity, message, group)
+            self._greeted(peer, message, group)
         elif isinstance(message, Leaving) and group is not None:
             log.info("%s is leaving", group.name)
             group.leaving = True
-            self._queue.send(identity, Goodbye())
-        elif isinstance(message, Result) and group is not None and self._is_ours(message, group):
+            self._queue.send(peer, Goodbye())
+        elif isinstance(message, Result) and group is not None and self._is_ours(message, group, payload):
             flight = group.flights.pop(message.step)
             flight.late.cancel()
             group.step_ended(message)
             self._ended(group, flight, message, payload)
             self._feed_soon()
+        elif isinstance(message, Watching | Died):
+            ended = self._reception.told(peer, message)
+            for one in [one for one in self.groups.values() if one.peer == ended]:
+                self._lost(one, "its launcher says that it died")
         else:
             self.metrics.dropped.inc()
 
-    def _is_ours(self, message: Result, group: Group) -> bool:
-        return (message.session, message.epoch) == (self.session, group.hello.epoch) and message.step in group.flights
+    def _is_ours(self, message: Result, group: Group, payload: list[Buffer]) -> bool:
+        if (message.session, message.epoch) != (self.session, group.hello.epoch) or message.step not in group.flights:
+            return False
+        fault = group.peer.remote and steps.fault(
+            group.flights[message.step].batch, message, payload, group.hello.world
+        )
+        if fault:  # the step is late then, and its group given up
+            log.error("a result of %s is dropped: %s", group.name, fault)
+        return not fault
 
-    def _greeted(self, identity: bytes, hello: Hello, group: Group | None) -> None:
-        if hello.wire != wire.WIRE:
-            self._refuse(hello, f"it speaks wire version {hello.wire}, this front end {wire.WIRE}")
-            return
-        if identity in self._refused:
-            self._fencing.fence(hello, self._refused[identity])
+    def _greeted(self, peer: Peer, hello: Hello, group: Group | None) -> None:
+        if not self._reception.admits(peer, hello):
             return
         if group is not None:  # the connection was lost for a while, and with it perhaps a step
             log.warning("%s said HELLO again", group.name)
             self._requeue(group, strike=False)
             group.missing = group.settled = False
-            group.hello = hello
+            group.hello = msgspec.structs.replace(group.hello, held=hello.held)
         else:
-            if (why := self.catalog.refusal(hello, time.monotonic())) is not None:
-                self._refused[identity] = why
-                self._refuse(hello, why)
-                self._fencing.fence(hello, why)
-                return
             if (old := self.groups.get(hello.group)) is not None:
                 self._lost(old, f"superseded by epoch {hello.epoch}")
-            self._welcome(Group(identity, hello))
+            self._welcome(Group(peer, hello))
         self.metrics.group_changed(hello.group, hello.world, up=True)
         self._feed_soon()
-
-    def _refuse(self, hello: Hello, why: str) -> None:
-        log.error("group %s epoch %d is refused: %s", hello.group, hello.epoch, why)
-        self.lost.refuse(hello, why)
 
     def _welcome(self, group: Group) -> None:
         hello = group.hello
@@ -301,7 +317,8 @@ class Dispatcher:
             return
         self.metrics.step_ended(group.hello.group, flight.size, group.capacity, result)
         slowest = max((stats.forward_seconds for stats in result.stats), default=0.0)
-        ran = Ran(flight.sent, group.last_step, flight.size, result.stats, result.collect_seconds, group.hello.group)
+        stats = [msgspec.structs.replace(one, began=0.0) for one in result.stats] if group.peer.remote else result.stats
+        ran = Ran(flight.sent, group.last_step, flight.size, stats, result.collect_seconds, group.hello.group)
         for request in steps.requests(flight.batch):
             request.forward += slowest
             request.collect += result.collect_seconds
@@ -319,11 +336,11 @@ class Dispatcher:
         gone = [
             group
             for group in self.groups.values()
-            if not group.missing and self._queue.send(group.identity, Ping()) is Sent.GONE
+            if not group.missing and self._queue.send(group.peer, Ping()) is Sent.GONE
         ]
         for group in gone:
             group.missing = True
-            self._fencing.note_in_flight(group.hello, self._ids(group))
+            self._fencing.note_in_flight(group.peer, group.hello, self._ids(group))
             self._loop.call_later(MISSING, self._give_up, group)
         for group in gone:
             others = self.catalog.of(group).groups.values()
@@ -341,7 +358,7 @@ class Dispatcher:
         """A group has died, is late or has left: it is fenced, and what it held runs elsewhere, at the head."""
         if self.groups.get(group.hello.group) is not group:
             return
-        self._refused[group.identity] = "its epoch was given up"
+        self._reception.is_over(group.peer)
         group.ended_by = "it has left" if group.leaving and not group.flights else why
         served = self.catalog.lose(group, time.monotonic())
         self.lost.add(group)
@@ -354,8 +371,8 @@ class Dispatcher:
             return
         log.error("%s is given up: %s; in flight: %s", group.name, why, self._ids(group) or "nothing")
         if not group.missing:  # then it was noted at once
-            self._fencing.note_in_flight(group.hello, self._ids(group))
-        self._fencing.fence(group.hello, why)
+            self._fencing.note_in_flight(group.peer, group.hello, self._ids(group))
+        self._fencing.fence(group.peer, group.hello, why)
         self._requeue(group, strike=not group.leaving)
         self._feed_soon()
 

@@ -8,6 +8,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from app.batcher import Batch
+from app.queue import Peer
 from workers.wire import Hello, Result
 
 IN_FLIGHT = 2  # steps a group holds: one that runs, one that waits on the ranks' side
@@ -34,7 +35,7 @@ class Flight:
 class Group:
     """A worker group that has said HELLO."""
 
-    identity: bytes
+    peer: Peer
     hello: Hello
     flights: dict[int, Flight] = field(default_factory=dict)
     last_step: float = field(default_factory=time.monotonic)  # its HELLO follows a step through the whole path

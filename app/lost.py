@@ -5,14 +5,17 @@ The front end sees a connection close; why the group died its launcher knows, an
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Container
 from dataclasses import dataclass
 from pathlib import Path
 
 from app.groups import Group
-from workers.launch import last_deaths
-from workers.wire import Hello
+from workers.launch import Told, last_deaths
+from workers.wire import Died, Hello
+
+TEXT = 2000  # characters of another host's that are kept
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,7 @@ class Lost:
         self._run_dir = run_dir
         self._seen: dict[str, Ended] = {}
         self._refused: dict[str, Ended] = {}
+        self._told: dict[str, Told] = {}  # by launchers of other hosts
 
     def add(self, group: Group) -> None:
         """A group whose `ended_by` says what the front end saw."""
@@ -45,13 +49,21 @@ class Lost:
         text = f"group {hello.group} epoch {hello.epoch} was refused: {why}"
         self._refused[hello.group] = Ended(hello.group, hello.epoch, text, "refused", time.time(), hello.model.name)
 
+    def tell(self, died: Died) -> None:
+        """What the launcher of a group on another host says of an epoch."""
+        kind = died.kind if re.fullmatch("[a-z]{1,20}", died.kind) else "unknown"
+        self._told[died.group] = Told(died.group, died.epoch, " ".join(died.text[:TEXT].split()), kind, time.time())
+
+    def _deaths(self) -> dict[str, Told]:
+        return last_deaths(self._run_dir) | self._told
+
     def replaced(self, group: str) -> str | None:
         """The kind of end that a group's new epoch follows; None where it is the first that the front end sees."""
         self._refused.pop(group, None)
         seen = self._seen.get(group)
         if seen is None:
             return None
-        told = last_deaths(self._run_dir).get(group)
+        told = self._deaths().get(group)
         return told.kind if told is not None and told.epoch == seen.epoch else seen.kind
 
     def all(self) -> dict[str, Ended]:
@@ -60,7 +72,7 @@ class Lost:
         That may be a group that never came to say HELLO: its model cannot be loaded, say.
         """
         ends = dict(self._seen)
-        for group, told in last_deaths(self._run_dir).items():
+        for group, told in self._deaths().items():
             seen = ends.get(group)
             if seen is None or told.epoch >= seen.epoch:
                 model = None if seen is None else seen.model

@@ -106,6 +106,10 @@ class Settings(BaseSettings):
     local_addr: str | None = Field(
         None, min_length=1, description="This host's address for the others; unset or `auto`: the interface's."
     )
+    queue_listen: str | None = Field(None, description="HOST:PORT at which a front end takes groups of other hosts.")
+    queue: str | None = Field(
+        None, description="HOST:PORT of a front end on another host, for `phalanx workers`; unset: the run directory's."
+    )
     cluster_key_file: Path | None = Field(
         None, description="File of the key that the hosts of a cluster share; `phalanx key FILE` makes one."
     )
@@ -142,6 +146,13 @@ class Settings(BaseSettings):
         queue = "queue_items" if info.field_name == "max_items" else "queue_bytes"
         if value > info.data.get(queue, value):
             raise ValueError(f"at most {_key(queue)}, which is {_shown(info.data[queue])}")
+        return value
+
+    @field_validator("queue_listen", "queue")
+    @classmethod
+    def _is_a_place(cls, value: str | None) -> str | None:
+        if value is not None:
+            endpoint(value)
         return value
 
     @field_validator("rdzv_endpoint")
@@ -207,8 +218,11 @@ class Settings(BaseSettings):
     @field_validator("cluster_key_file")
     @classmethod
     def _holds_the_key(cls, value: Path | None, info: ValidationInfo) -> Path | None:
-        if value is None and info.data.get("nnodes", 1) > 1:
-            raise ValueError(f"a file that `phalanx key FILE` made, as {_key('nnodes')} is {info.data['nnodes']}")
+        if value is None:
+            needs = {"nnodes": info.data.get("nnodes", 1) > 1, "queue_listen": False, "queue": False}
+            needs |= {name: info.data.get(name) is not None for name in ("queue_listen", "queue")}
+            for name in (name for name, needed in needs.items() if needed):
+                raise ValueError(f"a file that `phalanx key FILE` made, as {_key(name)} is {info.data[name]}")
         if value is not None:
             from workers.curve import ClusterKey  # only who has several hosts needs ZeroMQ for it
 

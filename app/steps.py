@@ -11,6 +11,7 @@ from typing import NamedTuple
 from app import codecs
 from app.batcher import Batch, Job, Piece
 from app.codecs import Cut, Span
+from app.sound import result_fault
 from workers import wire
 from workers.errors import InternalError, PhalanxError, RequestError, by_type
 from workers.wire import Buffer, Form, Place, RankStats, Result
@@ -83,8 +84,13 @@ def requests(batch: Batch) -> list[Request]:
     return list({id(piece.job): request(piece) for piece in batch.pieces}.values())
 
 
-def shards(batch: Batch, world: int) -> tuple[Form, list[list[int]], list[Place | None], list[Buffer]]:
-    """A batch as one payload a rank, with the lengths of the items in it: a place in the ring, or else a frame."""
+def shards(
+    batch: Batch, world: int, inline: bool = False
+) -> tuple[Form, list[list[int]], list[Place | None], list[Buffer]]:
+    """A batch as one payload a rank, with the lengths of the items in it: a place in the ring, or else a frame.
+
+    `inline` are those of ranks that do not see the ring.
+    """
     form = request(batch.pieces[0]).cut.form
     lengths: list[list[int]] = []
     places: list[Place | None] = []
@@ -103,11 +109,17 @@ def shards(batch: Batch, world: int) -> tuple[Form, list[list[int]], list[Place 
             start += count
             wanted -= count
         frame, sizes = codecs.frame(parts, form.accepts)
-        place = parts[0][0].place(*parts[0][1:]) if len(parts) == 1 else None
+        place = parts[0][0].place(*parts[0][1:]) if len(parts) == 1 and not inline else None
         places.append(place)
         payload.append(b"" if place else frame)
         lengths.append(sizes)
     return form, lengths, places, payload
+
+
+def fault(batch: Batch | None, result: Result, payload: Sequence[Buffer], world: int) -> str | None:
+    """What of a result cannot be that of a batch, or of a canary; None where nothing is wrong."""
+    returns = request(batch.pieces[0]).cut.form.returns if batch else "json"
+    return result_fault(result, payload, batch.size if batch else None, returns, world)
 
 
 def deal(batch: Batch, result: Result, payload: Sequence[Buffer], group: str, world: int) -> None:

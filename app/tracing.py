@@ -79,6 +79,8 @@ class Tracing:
                 own = span("step", trace.span, step.sent, step.ended, **{"phalanx.items": step.items})
                 for stats in step.stats:
                     began = min(max(stats.began, step.sent), step.ended)
+                    if not stats.began:  # by another host's clock: it ended before the collect, as it seems from here
+                        began = max(step.sent, step.ended - step.collect_seconds - stats.forward_seconds)
                     stop = min(began + stats.forward_seconds, step.ended)
                     attributes = {"phalanx.rank": stats.rank, "phalanx.group": step.group, "phalanx.items": stats.items}
                     span("forward", own, began, stop, **attributes)

@@ -8,9 +8,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
 import zmq
 
 from workers import wire
+from workers.curve import ClusterKey
 from workers.wire import Goodbye, Hello, Leaving, ModelInfo, RankStats, Result, Step
 
 
@@ -24,7 +26,18 @@ def info(name: str = "Echo", **fields: object) -> ModelInfo:
 class FakeGroup:
     """One rank; its result is the item, as `[group, item]`. Items that hold `poison` kill it, unanswered."""
 
-    def __init__(self, run_dir: Path, name: str = "0", epoch: int = 1, model: ModelInfo | None = None) -> None:
+    far: tuple[int, ClusterKey, str] | None = None  # port, key and launcher's name, of one on another host
+
+    def __init__(
+        self,
+        run_dir: Path,
+        name: str = "0",
+        epoch: int = 1,
+        model: ModelInfo | None = None,
+        lies: dict[str, object] | None = None,
+    ) -> None:
+        """`lies` are fields that its results have in place of the true ones."""
+        self._lies = lies or {}
         self.name, self.epoch = name, epoch
         self.run_dir = run_dir
         self.items: list[bytes] = []
@@ -66,9 +79,15 @@ class FakeGroup:
 
     def _live(self) -> None:
         socket = self._context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.IDENTITY, f"{self.name}/{self.epoch}".encode())
         socket.setsockopt(zmq.LINGER, 0)
-        socket.connect(f"ipc://{self.run_dir}/queue.sock")
+        if self.far is None:
+            socket.setsockopt(zmq.IDENTITY, f"{self.name}/{self.epoch}".encode())
+            socket.connect(f"ipc://{self.run_dir}/queue.sock")
+        else:
+            port, key, token = self.far
+            socket.setsockopt(zmq.IDENTITY, f"{self.name}/{self.epoch}/{token}".encode())
+            key.join(socket)
+            socket.connect(f"tcp://127.0.0.1:{port}")
         socket.send_multipart(
             wire.encode(Hello(wire.WIRE, self.name, self.epoch, 1, self._model, ["cpu"], ["here"], [1], 0.01))
         )
@@ -103,10 +122,12 @@ class FakeGroup:
             step.step,
             [[len(one) for one in results]],
             [],
-            [[("", ())] * len(results)],
+            [[]],
             [RankStats(0, len(items), 0.001, 1, 0.0)],
             0.0,
         )
+        if not step.canary:
+            done = msgspec.structs.replace(done, **self._lies)
         socket.send_multipart(wire.encode(done, [b",".join(results)]))
         return True
 

@@ -20,6 +20,7 @@ from app import dispatcher
 from app.catalog import Catalog
 from app.groups import Group
 from app.main import create_app
+from app.queue import Peer
 from app.settings import Settings
 from tests.fake import FakeGroup, groups, info
 from workers import wire
@@ -100,7 +101,7 @@ def come(models: Catalog, said: Hello, now: float = 0.0) -> Group:
     assert models.refusal(said, now) is None
     if (old := models.groups.get(said.group)) is not None:
         models.lose(old, now)
-    group = Group(f"{said.group}/{said.epoch}".encode(), said)
+    group = Group(Peer(f"{said.group}/{said.epoch}".encode()), said)
     models.welcome(group)
     return group
 

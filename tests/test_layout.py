@@ -22,7 +22,7 @@ ONLY_IN = {
     "torch": {f"workers.{room}" for room in TORCH.split()},
     "pickle": {"workers.encode"},
     "fastapi": {"app.main", "app.ops", "app.v2"},
-    "zmq": {"app.host", "app.queue", *(f"workers.{room}" for room in "curve nodes queue shards loop".split())},
+    "zmq": {"app.host", "app.queue", *(f"workers.{room}" for room in "curve nodes queue shards loop watch".split())},
 }
 
 

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from workers.hosts import Hosts, Meeting
+from workers.hosts import FrontEnd, Hosts, Meeting
 
 TORCHRUN = "workers.agent"
 
@@ -34,6 +34,7 @@ class Group:
     drain_timeout: float = 30.0
     log_level: str = "info"
     hosts: Hosts | None = None  # where it has more than this one
+    front_end: FrontEnd | None = None  # where that is on another host
 
     def epoch_dir(self, epoch: int) -> Path:
         return self.run_dir / "epochs" / f"{self.group}-{epoch}"
@@ -64,6 +65,9 @@ def torchrun_command(group: Group, epoch: int, meeting: Meeting | None = None) -
         "--start-timeout": f"{group.start_timeout:g}",
         "--log-level": group.log_level,
     }
+    if (front_end := group.front_end) is not None:
+        rank |= {"--queue": front_end.address, "--launcher": front_end.token}
+        rank |= {"--cluster-key-file": front_end.key_file}
     if hosts is None or meeting is None:
         rendezvous = ["--standalone"]
     else:

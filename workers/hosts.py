@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import fcntl
 import ipaddress
+import secrets
 import socket
 import struct
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -33,6 +34,20 @@ class Hosts:
     key_file: Path
     interface: str | None = None  # for gloo and NCCL; None: the one that leads to node 0
     local_address: str | None = None  # None: the interface's
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrontEnd:
+    """A front end on another host, that a group works for."""
+
+    host: str
+    port: int
+    key_file: Path
+    token: str = field(default_factory=lambda: secrets.token_hex(8))  # of this launcher, in the names it goes by there
+
+    @property
+    def address(self) -> str:
+        return f"tcp://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,13 +20,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from types import FrameType
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from workers import lifeline, rundir
 from workers.command import TORCHRUN, Group, cores, torchrun_command, torchrun_environment, visible_gpus
 from workers.epoch import Death, Epoch, Restarts
 from workers.errors import ModelLoadError, StartError
-from workers.hosts import Alone, Hosts, Meeting, Nodes, place
+from workers.hosts import Alone, FrontEnd, Hosts, Meeting, Nodes, place
 from workers.rundir import (
     Told,
     claim,
@@ -38,7 +38,11 @@ from workers.rundir import (
     waits,
 )
 
+if TYPE_CHECKING:
+    from workers.watch import Watch
+
 __all__ = [
+    "FrontEnd",
     "Group",
     "Hosts",
     "Launcher",
@@ -184,6 +188,7 @@ class Launcher:
         self._group = replace(group, run_dir=group.run_dir.absolute())
         self._restarts = Restarts(group.max_restarts)
         self._spare = Spare(torchrun_environment(group.ranks, os.environ))
+        self._watch: Watch | None = None
         self._stop = False
         self._waits, self._waits_since = "", 0.0  # for other hosts
         self._wake = -1  # a pipe's end that is readable once a signal has come
@@ -198,7 +203,7 @@ class Launcher:
         lock = rundir.claim(self._group.run_dir / f"launch-{self._group.group}.lock")
         lifeline.adopt_orphans()
         try:
-            with self._signals(), closing(self._others()) as others:
+            with self._signals(), closing(self._others()) as others, self._watching():
                 return self._keep(others)
         finally:
             self._spare.end()
@@ -232,6 +237,18 @@ class Launcher:
 
         return Follower(hosts) if hosts.node else Leader(hosts, alone.count)
 
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
+        """A line to the front end, where that is on another host; one launcher of a group has it."""
+        front_end, hosts = self._group.front_end, self._group.hosts
+        if front_end is None or (hosts is not None and hosts.node):
+            yield
+            return
+        from workers.watch import Watch  # ZeroMQ, which a group beside its front end does without here
+
+        with closing(Watch(self._group.group, front_end)) as self._watch:
+            yield
+
     def _keep(self, others: Nodes) -> int:
         group = self._group
         leads = group.hosts is None or group.hosts.node == 0
@@ -260,6 +277,8 @@ class Launcher:
                 if epoch.ready is None:
                     rundir.remove(directory)
                 return 0
+            if self._watch is not None:
+                self._watch.died(epoch.number, death)
             path = rundir.keep_post_mortem(group.run_dir, directory.name, epoch.post_mortem(death))
             if not leads:
                 epoch.log(logging.ERROR, "died: %s; more in %s", death.text, path)
@@ -304,6 +323,8 @@ class Launcher:
                 self._sleep(POLL, pidfd, *others.fds, *ranks.watched())
                 ranks.look()
                 lifeline.reap_orphans(but=torchrun.pid)
+                if self._watch is not None:
+                    self._watch.look(epoch.number, epoch.directory)
                 news = others.news()
                 reason, ended = epoch.look(time.monotonic(), self._stop or news.leave), news.ended
                 if epoch.felled is not None:

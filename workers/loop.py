@@ -34,7 +34,7 @@ from workers.errors import GroupError, InternalError, ModelLoadError
 from workers.forward import Forward
 from workers.lifeline import Lifeline, Member
 from workers.parts import Done, result
-from workers.queue import Queue
+from workers.queue import Place, Queue
 from workers.ring import Reader
 from workers.shards import Inbox, Outboxes
 from workers.wire import Buffer, Form, Goodbye, Hello, ModelInfo, Result, Shard, Step
@@ -192,8 +192,10 @@ class Rank:
 
     def _lead(self, warmup: float) -> None:
         """Rank 0: poll until there is a step, which is spread, or one that has been collected, which is answered."""
-        address = f"ipc://{self.flags.run_dir}/queue.sock"
-        queue = Queue(self.context, address, self._hello(warmup), self.epoch_dir / "leave", lambda: len(self.running))
+        place = Place(f"ipc://{self.flags.run_dir}/queue.sock")
+        if self.flags.queue:
+            place = Place(self.flags.queue, self.flags.launcher, self.key)
+        queue = Queue(self.context, place, self._hello(warmup), self.epoch_dir / "leave", lambda: len(self.running))
         while self.running or not queue.left:
             taken = queue.next(self.collected)
             if taken is not None:

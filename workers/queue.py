@@ -1,4 +1,4 @@
-"""Rank 0's end of the local queue: a DEALER that finds the front end again and again; it knows no model and no peer."""
+"""Rank 0's end of the queue: a DEALER that finds the front end again and again; it knows no model and no peer."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import select
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import zmq
 import zmq.utils.monitor
 
 from workers import wire
+from workers.curve import ClusterKey
 from workers.wire import Buffer, Goodbye, Hello, Leaving, Step
 
 log = logging.getLogger("workers")
@@ -21,8 +23,16 @@ POLL_MS = 100  # between two looks for the `leave` file
 GOODBYE_SECONDS = 2.0  # for a front end to answer Leaving
 
 
+class Place(NamedTuple):
+    """Where the front end is: beside the group, or on another host, with which it shares a key."""
+
+    address: str
+    launcher: str = ""  # tells groups of other hosts apart that have the same name
+    key: ClusterKey | None = None
+
+
 class Queue:
-    """Rank 0's end of the local queue: says HELLO on every connect, hands out steps, sends results.
+    """Rank 0's end of the queue: says HELLO on every connect, hands out steps, sends results.
 
     `left` becomes true when the group has been asked to leave and no further step will come.
     """
@@ -30,7 +40,7 @@ class Queue:
     def __init__(
         self,
         context: zmq.Context[zmq.Socket[bytes]],
-        address: str,
+        place: Place,
         hello: Hello,
         leave: Path,
         holds: Callable[[], int],
@@ -43,7 +53,8 @@ class Queue:
         self.left = False
         self._connected = False
         self._socket = context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.IDENTITY, f"{hello.group}/{hello.epoch}".encode())
+        identity = f"{hello.group}/{hello.epoch}/{place.launcher}".rstrip("/")
+        self._socket.setsockopt(zmq.IDENTITY, identity.encode())
         self._socket.set_hwm(wire.HIGH_WATER_MARK)
         self._socket.setsockopt(zmq.LINGER, 1000)
         self._socket.setsockopt(zmq.RECONNECT_IVL, 20)
@@ -51,7 +62,9 @@ class Queue:
         self._socket.setsockopt(zmq.HEARTBEAT_IVL, wire.HEARTBEAT_MS)
         self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, wire.HEARTBEAT_TIMEOUT_MS)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
-        self._socket.connect(address)
+        if place.key is not None:
+            place.key.join(self._socket)
+        self._socket.connect(place.address)
         self._poller = zmq.Poller()
         self._poller.register(self._monitor, zmq.POLLIN)
         self._poller.register(self._socket, zmq.POLLIN)

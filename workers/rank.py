@@ -31,6 +31,10 @@ def _flags(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--local-address", help="of this host, where the group has several")
     parser.add_argument("--interface", help="of gloo and NCCL, likewise")
     parser.add_argument("--cluster-key-file", type=Path, help="likewise")
+    parser.add_argument(
+        "--queue", help="of a front end on another host, which has the key too; else the run directory's"
+    )
+    parser.add_argument("--launcher", default="", help="its name there")
     parser.add_argument("--log-level", default="info")
     parser.add_argument("--check", action="store_true", help="run the example once, say what came out, and end")
     parser.add_argument("--probe", action="store_true", help="load no model: gather, note what was found, and end")

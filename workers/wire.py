@@ -143,7 +143,32 @@ class Ping(_Message, frozen=True, array_like=True, tag=True):
     """Front end to rank 0, to learn whether it can be reached; it has no answer."""
 
 
-Message: TypeAlias = Step | Shard | Result | Hello | Leaving | Goodbye | Ping
+class Watching(_Message, frozen=True, array_like=True, tag=True):
+    """A launcher on another host to the front end, on every connect and with every epoch: this one runs here."""
+
+    wire: int
+    group: str
+    epoch: int
+
+
+class Fence(_Message, frozen=True, array_like=True, tag=True):
+    """Front end to such a launcher: kill this epoch, unless there is no `why`; these requests were in flight."""
+
+    epoch: int
+    why: str
+    in_flight: str
+
+
+class Died(_Message, frozen=True, array_like=True, tag=True):
+    """Such a launcher to the front end: an epoch has died."""
+
+    group: str
+    epoch: int
+    kind: str  # of `workers.epoch.Death`
+    text: str
+
+
+Message: TypeAlias = Watching | Fence | Died | Step | Shard | Result | Hello | Leaving | Goodbye | Ping
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 

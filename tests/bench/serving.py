@@ -40,7 +40,8 @@ wrk.method, wrk.body = "POST", file:read("*a")
 wrk.headers["Content-Type"] = "{media}"
 done = function(summary, latency, requests)
   local bad = summary.errors.status + summary.errors.connect + summary.errors.read + summary.errors.timeout
-  io.write(string.format("\\nfound %d %d %d %d\\n", summary.requests, summary.duration, latency:percentile(99), bad))
+  io.write(string.format("\\nfound %d %d %d %d %d\\n", summary.requests, summary.duration, latency:percentile(50),
+    latency:percentile(99), bad))
 end
 """
 
@@ -50,6 +51,7 @@ class Found:
     """What one turn of wrk found: requests a second, and seconds."""
 
     rate: float
+    p50: float
     p99: float
 
 
@@ -78,10 +80,10 @@ class Bench:
 
         def turn() -> Found:
             printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-            requests, micros, p99, bad = map(int, printed.rsplit("found ", 1)[1].split())
+            requests, micros, p50, p99, bad = map(int, printed.rsplit("found ", 1)[1].split())
             assert requests, printed
             assert not bad, printed
-            return Found(requests / micros * 1e6, p99 / 1e6)
+            return Found(requests / micros * 1e6, p50 / 1e6, p99 / 1e6)
 
         return turn
 
