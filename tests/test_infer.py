@@ -54,7 +54,8 @@ def test_the_shipped_digits_are_read_right(digits: Service) -> None:
     assert all(0 < output["score"] <= 1 for output in outputs)
 
 
-@pytest.mark.parametrize("ranks", [*(pytest.param(n, marks=pytest.mark.long) for n in (1, 2)), 3])
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_result_i_is_of_item_i_under_concurrent_clients_of_mixed_sizes(ranks: int) -> None:
     with serving("Jitter", ranks=ranks) as service:
 

@@ -49,6 +49,7 @@ async def answer(reader: asyncio.StreamReader) -> tuple[int, dict[str, str], byt
     return int(head[0].split()[1]), headers, await reader.readexactly(int(headers["content-length"]))
 
 
+@pytest.mark.long
 def test_512_connections_get_200_or_429_within_the_bounds(small: Service) -> None:
     pid = front_end(small)
     before = resident(pid)

@@ -48,6 +48,7 @@ def test_the_table_of_metrics_is_the_one_that_the_code_makes() -> None:
     assert table == metrics.table(), "python -c 'from app.metrics import table; print(table(), end=str())'"
 
 
+@pytest.mark.long
 def test_the_image_model_answers_as_the_readme_says(tmp_path: Path) -> None:
     (tmp_path / "colour.py").write_text(python_block("# colour.py"))
     Image.new("RGB", (9, 9), "red").save(tmp_path / "red.png")
