@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import socket
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -145,6 +149,64 @@ def test_a_node_that_goes_is_lost_and_may_come_again(launchers: Make) -> None:
     assert group.leader.settle(ended) == ended
     group.followers.append(group.follow(1))
     assert {one.number for one in group.begin()} == {2}
+
+
+class Wire:
+    """A TCP connection through this, of which one end can be cut without the other one's knowledge."""
+
+    def __init__(self, port: int) -> None:
+        self._to = port
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.port = int(self._server.getsockname()[1])
+        self._here: list[socket.socket] = []
+        self._there: list[socket.socket] = []
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                here, _ = self._server.accept()
+                there = socket.create_connection(("127.0.0.1", self._to))
+                self._here.append(here)
+                self._there.append(there)
+                for source, sink in ((here, there), (there, here)):
+                    threading.Thread(target=self._pump, args=(source, sink), daemon=True).start()
+
+    @staticmethod
+    def _pump(source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(65536):
+                sink.sendall(data)
+
+    def cut(self) -> None:
+        for one in self._here:
+            one.shutdown(socket.SHUT_RDWR)
+        self._here.clear()
+
+    def close(self) -> None:
+        self._server.close()
+        for one in [*self._here, *self._there]:
+            one.close()
+
+
+def test_a_node_whose_old_connection_seems_to_live_is_known_again_on_its_new_one(launchers: Make) -> None:
+    group = launchers(2)
+    group.followers.pop().close()
+    wire = Wire(int(str(group.hosts["port"])))
+    group.followers.append(group.follow(1, port=wire.port))
+    group.begin()
+    [follower] = group.followers
+    wire.cut()
+    ended = until(lambda: follower.news().ended, 10)
+    assert ended.kind == "lost"
+    follower.settle(ended)
+    ended = until(lambda: (follower.next(), group.leader.news().ended)[1], 10)
+    assert ended.kind == "lost"
+    started = time.monotonic()
+    group.leader.settle(ended)
+    assert time.monotonic() - started < 5
+    assert {one.number for one in group.begin()} == {2}
+    wire.close()
 
 
 def test_a_leader_that_goes_is_lost_to_the_nodes_which_wait_for_the_next(launchers: Make) -> None:

@@ -105,20 +105,16 @@ class Connections:
         self.monitor = server.get_monitor_socket(REFUSED | zmq.EVENT_DISCONNECTED)
         self._server = server
         self._name = name
-        self._refused = 0  # connections that will be seen to close too
         self._told: dict[str, float] = {}  # when a line was last written (monotonic)
 
     def read(self) -> bool:
-        """Take in what has happened, without waiting; whether a connection closed that had not been refused."""
+        """Take in what has happened, without waiting; whether some connection closed, if only a refused one."""
         gone = False
         with contextlib.suppress(zmq.Again):
             while True:
                 event = zmq.utils.monitor.recv_monitor_message(self.monitor, zmq.NOBLOCK)["event"]
                 if event & REFUSED:
-                    self._refused += 1
                     self._tell(event)
-                elif self._refused:
-                    self._refused -= 1
                 else:
                     gone = True
         return gone

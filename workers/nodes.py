@@ -134,6 +134,7 @@ class Leader(_Node):
         self._count = count
         self._guard = Guard(self._context, self._key)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a node that connects anew is not held up by its own past
         self._key.serve(self._socket)
         self._connections = Connections(self._socket, "the launcher of node 0")
         if ipaddress.ip_address(self._address).is_loopback:
@@ -146,6 +147,7 @@ class Leader(_Node):
         self.fds = (_fd(self._socket), _fd(self._connections.monitor))
         self._identities: dict[int, bytes] = {}  # by node, of those that have come and can be reached
         self._idle: set[int] = set()
+        self._running = False
         self._deaths: dict[int, Death | None] = {}  # by node, of the running epoch, in the order of their coming
         self._probe_until = 0.0
 
@@ -154,6 +156,7 @@ class Leader(_Node):
         if len(self._idle) < self._hosts.nodes - 1:
             return None
         meeting = Meeting(self._address, _free_port(self._address), self._address, self._interface)
+        self._running = True
         self._begin(self._count())
         self._deaths.clear()
         self._idle.clear()
@@ -180,13 +183,15 @@ class Leader(_Node):
 
     def settle(self, death: Death | None) -> Death | None:
         if death is None:
+            self._running = False
             return None
         self.dying()
         patience = time.monotonic() + PATIENCE
-        while any(node not in self._deaths for node in self._identities) and time.monotonic() < patience:
+        while self._identities.keys() - self._deaths.keys() - self._idle and time.monotonic() < patience:
             select.select(self.fds, [], [], 0.1)
             self._take()
         ends = [death, *(one for one in self._deaths.values() if one is not None)]
+        self._running = False
         cause = min(ends, key=lambda one: CAUSES.index(one.kind) if one.kind in CAUSES else len(CAUSES))
         return Death(cause.kind, cause.text, death.ready_for)
 
@@ -251,6 +256,9 @@ class Leader(_Node):
             log.info("node %d is here: %s", here.node, here.host)
         self._identities[here.node] = identity
         self._idle.add(here.node)
+        if self._running and here.node not in self._deaths and not self._news.leave:
+            self._end("lost", f"node {here.node} had lost the connection")
+            self.dying()
 
     def _lost(self, node: int) -> None:
         log.warning("node %d has gone", node)
