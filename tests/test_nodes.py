@@ -181,7 +181,6 @@ class Wire:
     def cut(self) -> None:
         for one in self._here:
             one.shutdown(socket.SHUT_RDWR)
-        self._here.clear()
 
     def close(self) -> None:
         self._server.close()
