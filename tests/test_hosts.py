@@ -339,3 +339,20 @@ def test_two_launchers_on_one_host_make_one_group_too(tmp_path: Path) -> None:
         for node in nodes:
             print(node.log())
             node.close()
+
+
+@pytest.mark.long
+def test_another_model_on_one_host_ends_both_with_the_reason(tmp_path: Path) -> None:
+    ClusterKey.create(tmp_path / "key")
+    endpoint = f"127.0.0.1:{free_port()}"
+    several = {"nnodes": 2, "ranks": 1, "rdzv_endpoint": endpoint, "cluster_key_file": tmp_path / "key"}
+    nodes = [Service("digits", **several), Service(f"{MODELS}:Double", verb="workers", node_rank=1, **several)]
+    try:
+        assert [node.process.wait(60) for node in nodes] == [78, 78]
+        for node in nodes:
+            assert "name of the model is 'Double' on" in node.log()
+            assert "'Digits' on rank 0's host" in node.log()
+    finally:
+        for node in nodes:
+            print(node.log())
+            node.close()

@@ -118,10 +118,15 @@ class Rank:
         self.forward = Forward(self.model, self.device)
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else ""
         self.store.set(f"device/{self.rank}", f"{self.device} {name}".strip())
-        self.store.set(f"model/{self.rank}", msgspec.json.encode(self._model_info()))
-        first = msgspec.json.decode(self.store.get("model/0"), type=ModelInfo)
-        for field in ModelInfo.__struct_fields__:
-            ours, theirs = (getattr(info, field) for info in (self._model_info(), first))
+        self._compare(self._model_info())
+
+    def _compare(self, info: ModelInfo) -> None:
+        """ModelLoadError where this rank has another model than rank 0: hosts may differ in what a name stands for."""
+        if self.rank == 0:
+            self.store.set("model", msgspec.json.encode(info))
+        first = msgspec.json.decode(self.store.get("model"), type=ModelInfo)
+        for field in ("name", "max_batch_size", "dtype", "shape", "has_example"):  # an example may be drawn at random
+            ours, theirs = getattr(info, field), getattr(first, field)
             if ours != theirs:
                 host = socket.gethostname()
                 raise ModelLoadError(f"{field} of the model is {ours!r} on {host}, and {theirs!r} on rank 0's host")
