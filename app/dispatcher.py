@@ -368,6 +368,8 @@ class Dispatcher:
         self.metrics.group_changed(group.hello.group, group.hello.world, up=False)
         if group.leaving and not group.flights:
             log.info("%s has left", group.name)
+            if served.groups:
+                self.metrics.group_left(group.hello.group)
             return
         log.error("%s is given up: %s; in flight: %s", group.name, why, self._ids(group) or "nothing")
         if not group.missing:  # then it was noted at once

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from workers.errors import PhalanxError
@@ -18,6 +20,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self._worlds: dict[str, int] = {}  # ranks that are shown, by group
         # requests
         self.requests = self._counter("requests", "Requests for inference, and those that the door refused", "code")
         self.rejected = self._counter("rejected_requests", "Of these, those that got no results, by reason", "reason")
@@ -56,8 +59,20 @@ class Metrics:
         self.rejected.labels(error.type).inc()
 
     def group_changed(self, group: str, world: int, up: bool) -> None:
+        self._forget(group, range(world, self._worlds.get(group, 0)))
+        self._worlds[group] = world
         for rank in range(world):
             self.rank_up.labels(group, rank).set(up)
+
+    def group_left(self, group: str) -> None:
+        """It is not missed, and raises no alarm."""
+        self._forget(group, range(self._worlds.pop(group, 0)))
+
+    def _forget(self, group: str, ranks: range) -> None:
+        for rank in ranks:
+            for gauge in (self.rank_up, self.rank_memory):
+                with suppress(KeyError):  # it has ended no step yet
+                    gauge.remove(group, rank)
 
     def step_ended(self, group: str, items: int, capacity: int, result: Result) -> None:
         self.steps.inc()

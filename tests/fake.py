@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -44,12 +45,13 @@ class FakeGroup:
         self.steps = 0
         self.held: list[tuple[Step, list]] = []
         self.dead = threading.Event()
+        self.died = 0.0  # monotonic
         self.hold = threading.Event()  # while it is set steps are taken in, and not answered
         self._model = model or info()
         self._send: queue.SimpleQueue[list] = queue.SimpleQueue()
         self._end = threading.Event()
         self._context = zmq.Context()
-        self._thread = threading.Thread(target=self._live)
+        self._thread = threading.Thread(target=self._live, daemon=True)
         (run_dir / "epochs" / f"{name}-{epoch}").mkdir(parents=True, exist_ok=True)
         self._thread.start()
 
@@ -104,6 +106,7 @@ class FakeGroup:
                 if not self._answer(socket, *self.held.pop(0)):
                     self._end.set()
                     break
+        self.died = time.monotonic()
         self.dead.set()
         self._context.destroy(linger=0)
 

@@ -247,12 +247,12 @@ async def test_poison_fells_each_group_once_and_then_one_alone_while_the_other_s
         with groups(*born):
             await alive(client, *living)
             answer = asyncio.create_task(ask(client, 1, 2, "poison", 4))
-            deaths = []
+            seen: list[tuple[float, str]] = []  # two may die between two looks
             while not answer.done():
                 for name, group in living.items():
                     if group.dead.is_set():
-                        deaths.append(name)
-                        if len(deaths) > 2:  # the other one is there for everybody else
+                        seen.append((group.died, name))
+                        if len(seen) > 2:  # the other one is there for everybody else
                             other = await ask(client, "fine")
                             assert other.json()["outputs"][0][0] != name
                         living[name] = FakeGroup(run_dir, name, group.epoch + 1)
@@ -261,6 +261,7 @@ async def test_poison_fells_each_group_once_and_then_one_alone_while_the_other_s
             body = answer.result().json()
             assert [error["type"] for error in body["errors"]] == ["poison-item"]
             assert [one and one[1] for one in body["outputs"]] == [1, 2, None, 4]
+            deaths = [name for _, name in sorted(seen)]
             assert len(deaths) == 4  # as it was, as it was, halved, alone
             assert set(deaths[:2]) == {"0", "1"}
             assert deaths[1:] == [deaths[1]] * 3
@@ -383,3 +384,24 @@ async def test_nobody_gets_the_answer_of_a_model_that_took_the_place_of_the_one_
             assert (await named).status_code == 404
             assert "no model 'A'; B is served here" in (await named).json()["detail"]
             assert (await unnamed).json()["outputs"] == [["0", 1]]
+
+
+async def shown_up(client: httpx.AsyncClient) -> dict[str, str]:
+    """By rank, what the metrics say of it."""
+    lines = [line for line in (await client.get("/metrics")).text.splitlines() if line.startswith("phalanx_rank_up{")]
+    return dict(line.removeprefix("phalanx_rank_up").split(" ") for line in lines)  # type: ignore[misc]
+
+
+@pytest.mark.anyio
+async def test_a_group_that_left_beside_another_raises_no_alarm_and_the_last_one_does(run_dir: Path) -> None:
+    async with front_end(run_dir) as client:
+        zero, one = FakeGroup(run_dir, "0"), FakeGroup(run_dir, "1")
+        with groups(zero, one):
+            await alive(client, "0", "1")
+            assert len(await shown_up(client)) == 2
+            await asyncio.to_thread(one.leave)
+            await alive(client, "0")
+            assert await shown_up(client) == {'{group="0",rank="0"}': "1.0"}
+            await asyncio.to_thread(zero.leave)
+            await alive(client)
+            assert await shown_up(client) == {'{group="0",rank="0"}': "0.0"}
