@@ -50,6 +50,11 @@ class Catalog:
         self.groups: dict[str, Group] = {}
 
     @property
+    def open(self) -> bool:
+        """Whether nobody has said yet which model is served."""
+        return not self._listed and self.models[0].info is None
+
+    @property
     def several(self) -> bool:
         return len(self.models) > 1
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from app.settings import Settings, add_flags, endpoint, environ, load
 from workers import launch
-from workers.errors import StartError
+from workers.errors import SettingsError, StartError
 
 if TYPE_CHECKING:
     from app.groups import Group
@@ -34,7 +34,7 @@ CURL_EXAMPLE = 2000  # bytes of an example that still make a command line to cop
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line and run its verb; the exit code."""
-    parser = argparse.ArgumentParser(prog="phalanx", description="Batched inference over all ranks of one host.")
+    parser = argparse.ArgumentParser(prog="phalanx", description="One POST, every GPU, the answers in order.")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     helps = {
         "serve": "the front end and a worker group, until Ctrl-C",
@@ -45,19 +45,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         "doctor": "check this host for a service, before its first start: a line a finding",
     }
     for verb, text in helps.items():
-        sub = verbs.add_parser(verb, help=text, description=text)
+        sub = verbs.add_parser(verb, help=text, description=text, allow_abbrev=False)
         if verb not in ("app", "status"):
             sub.add_argument(
                 "model", nargs="?" if verb != "check" else None, default=argparse.SUPPRESS, metavar="MODEL"
             )
-        add_flags(sub, [name for name in Settings.model_fields if name != "model" or verb in ("app", "status")])
+        add_flags(sub, [name for name in Settings.model_fields if name != "model" or verb != "check"])
+        if verb == "app":  # the group that `serve` starts, whose model is the one to serve
+            sub.add_argument("--beside", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     text = "make the key that the hosts of a cluster share"
     key = verbs.add_parser("key", help=text, description=text)
     key.add_argument("file", type=Path, metavar="FILE", help="a new file, which only its owner can read; - prints it")
     text = "send files of items to a running service, write the results in order"
     _add_infer_flags(verbs.add_parser("infer", help=text, description=text))
     flags = vars(parser.parse_args(argv))
-    verb = flags.pop("verb")
+    verb, beside = flags.pop("verb"), flags.pop("beside", None)
     try:
         if verb == "infer":
             return _infer(flags)
@@ -69,7 +71,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             level="WARNING" if verb in ("check", "doctor") else settings.log_level.upper(),  # what they say is no log
             format=f"%(asctime)s %(levelname)s {verb}: %(message)s",
         )
-        run = {"serve": _serve, "app": _app, "workers": _workers, "status": _status, "check": _check, "doctor": _doctor}
+        if verb == "app":
+            return _app(settings, beside)
+        run = {"serve": _serve, "workers": _workers, "status": _status, "check": _check, "doctor": _doctor}
         return run[verb](settings)
     except KeyboardInterrupt:  # of the verbs that do not drain
         return 128 + signal.SIGINT
@@ -84,9 +88,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _serve(settings: Settings) -> int:
     """A tiny supervisor of two siblings: the front end, and the launcher of the group. It restarts neither."""
     if settings.node_rank:
-        raise StartError("the front end is beside node 0; the other hosts run `phalanx workers` (PHALANX_NODE_RANK)")
+        raise SettingsError("the front end is beside node 0; the other hosts run `phalanx workers` (PHALANX_NODE_RANK)")
     if settings.queue is not None:
-        raise StartError("a group of a front end on another host runs as `phalanx workers` (PHALANX_QUEUE)")
+        raise SettingsError("a group of a front end on another host runs as `phalanx workers` (PHALANX_QUEUE)")
     run_dir = settings.run_directory
     launch.prepare_run_dir(run_dir)
     try:
@@ -95,7 +99,8 @@ def _serve(settings: Settings) -> int:
         why = f"a service of this port, {settings.port}, runs already: {error}; stop it, or give another --port"
         raise type(error)(why) from error
     with _recorded_signals() as (wake, seen):
-        front_end, workers = (_spawn(verb, settings) for verb in ("app", "workers"))
+        front_end = _spawn("app", settings, "--beside", settings.group)
+        workers = _spawn("workers", settings)
         first = _wait_for_any([front_end, workers], wake, seen)
         if first is None:
             log.info("stopping")
@@ -104,13 +109,13 @@ def _serve(settings: Settings) -> int:
         # The front end first, so that it drains while there are ranks; they then leave with nothing in hand.
         for child in (front_end, workers):
             _stop(child, settings.drain_timeout + STOP_GRACE)
+    os.close(lock)
     if not launch.remove_run_dir(run_dir):
         log.info("%s stays: another group lives in it", run_dir)
-    os.close(lock)
     return 0 if first is None else first.returncode or 1
 
 
-def _app(settings: Settings) -> int:
+def _app(settings: Settings, beside: str | None = None) -> int:
     from app.main import create_app
     from app.server import Server
     from workers.memory import keep_freed_blocks
@@ -121,7 +126,7 @@ def _app(settings: Settings) -> int:
         host, port = server.bind()
         print(_banner(settings.public_url or _address(host, port), group, settings.model_names), flush=True)
 
-    app = create_app(settings, on_ready)
+    app = create_app(settings, on_ready, beside)
     server = Server(app, settings, drain=app.state.dispatcher.drain)
     return server.run()
 
@@ -161,7 +166,10 @@ def _key(file: Path) -> int:
     from workers.curve import ClusterKey
 
     if str(file) == "-":
-        print(ClusterKey.new().secret.decode())
+        try:
+            print(ClusterKey.new().secret.decode(), flush=True)
+        except OSError as error:
+            raise StartError(f"no key was printed: {error.strerror}") from None
     else:
         ClusterKey.create(file)
     return 0
@@ -232,6 +240,7 @@ def _hosts(settings: Settings) -> launch.Hosts:
     assert settings.cluster_key_file is not None
     host, port = endpoint(settings.rdzv_endpoint)
     return launch.Hosts(
+        group=settings.group,
         nodes=settings.nnodes,
         node=settings.node_rank,
         host=host,
@@ -242,9 +251,9 @@ def _hosts(settings: Settings) -> launch.Hosts:
     )
 
 
-def _spawn(verb: str, settings: Settings) -> subprocess.Popen[bytes]:
+def _spawn(verb: str, settings: Settings, *flags: str) -> subprocess.Popen[bytes]:
     # -P: a stranger's `app` folder in the current one must not be run
-    command = [sys.executable, "-P", "-m", "app.cli", verb]
+    command = [sys.executable, "-P", "-m", "app.cli", verb, *flags]
     return launch.spawn(command, env={**os.environ, **environ(settings)}, stdin=subprocess.DEVNULL)
 
 

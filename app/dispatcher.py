@@ -26,23 +26,10 @@ from app.queue import Listen, Peer, Queue, Sent
 from app.reception import Reception
 from app.settings import Settings
 from app.steps import Ran, Request
-from workers import launch
+from workers import launch, wire
 from workers.errors import DeadlineExceeded, Draining, NoGroup, PoisonItem, RequestError
 from workers.ring import Block, Ring, open_ring
-from workers.wire import (
-    Buffer,
-    Died,
-    Form,
-    Goodbye,
-    Hello,
-    Leaving,
-    Message,
-    Ping,
-    Place,
-    Result,
-    Step,
-    Watching,
-)
+from workers.wire import Buffer, Form, Goodbye, Hello, Message, Place, Result, Step
 
 log = logging.getLogger("app")
 
@@ -51,6 +38,7 @@ TICK = 0.25  # seconds between two looks at canaries
 IDLE = 1.0  # seconds after a step at which an idle group gets a canary
 CANARY_TIMEOUT = 2.0  # seconds, at least
 CANARY_FACTOR = 5  # times the group's own warm-up step
+MOST_HELD = 8  # steps of earlier sessions that a group is waited for: more it cannot have, whatever it says
 PAUSED = 1.0  # seconds between two ticks beyond which this process itself stood still
 MISSING = 2.0  # seconds that a group whose connection closed has to say HELLO again
 PROBES = (0.0, 0.02, 0.2)  # seconds after a disconnect: the socket may learn of it later than its monitor
@@ -59,8 +47,14 @@ PROBES = (0.0, 0.02, 0.2)  # seconds after a disconnect: the socket may learn of
 class Dispatcher:
     """Requests to steps to results, on one event loop."""
 
-    def __init__(self, settings: Settings, metrics: Metrics, on_ready: Callable[[Group], None] | None = None) -> None:
-        """`on_ready` is called once, with the first group."""
+    def __init__(
+        self,
+        settings: Settings,
+        metrics: Metrics,
+        on_ready: Callable[[Group], None] | None = None,
+        beside: str | None = None,
+    ) -> None:
+        """`on_ready` is called once, with the first group; `beside` is the group that says which model is served."""
         self._on_ready = on_ready
         self.account = Account(settings.queue_items, settings.queue_bytes)
         self.metrics = metrics
@@ -74,7 +68,7 @@ class Dispatcher:
         self.lost = Lost(self._run_dir)
         self._queue = Queue(self._run_dir, self._handle, self._disconnected, Listen.of(settings))
         self._fencing = Fencing(self._run_dir, self._queue.send)
-        self._reception = Reception(self.catalog, self.lost, self._fencing)
+        self._reception = Reception(self.catalog, self.lost, self._fencing, beside)
         self._ring: Ring | None = None
         self._requests: set[Request] = set()
         self._step = 0
@@ -234,7 +228,7 @@ class Dispatcher:
             return False
         now = time.monotonic()
         # A step's own time begins when those before it have ended, those of an earlier session among them.
-        held = 0 if group.settled else group.hello.held * self._settings.step_timeout
+        held = 0 if group.settled else min(group.hello.held, MOST_HELD) * self._settings.step_timeout
         patience = timeout + held + sum(flight.timeout for flight in group.flights.values())
         group.flights[self._step] = Flight(batch, self._watch(group, self._step, patience), now + patience, timeout)
         for request in steps.requests(batch) if batch else ():
@@ -252,7 +246,7 @@ class Dispatcher:
         group = next((one for one in self.groups.values() if one.peer == peer), None)
         if isinstance(message, Hello):
             self._greeted(peer, message, group)
-        elif isinstance(message, Leaving) and group is not None:
+        elif isinstance(message, wire.Leaving) and group is not None:
             log.info("%s is leaving", group.name)
             group.leaving = True
             self._queue.send(peer, Goodbye())
@@ -262,7 +256,7 @@ class Dispatcher:
             group.step_ended(message)
             self._ended(group, flight, message, payload)
             self._feed_soon()
-        elif isinstance(message, Watching | Died):
+        elif isinstance(message, wire.Watching | wire.Died):
             ended = self._reception.told(peer, message)
             for one in [one for one in self.groups.values() if one.peer == ended]:
                 self._lost(one, "its launcher says that it died")
@@ -292,6 +286,8 @@ class Dispatcher:
                 self._lost(old, f"superseded by epoch {hello.epoch}")
             self._welcome(Group(peer, hello))
         self.metrics.group_changed(hello.group, hello.world, up=True)
+        for other, said in self._reception.early():
+            self._greeted(other, said, None)
         self._feed_soon()
 
     def _welcome(self, group: Group) -> None:
@@ -336,7 +332,7 @@ class Dispatcher:
         gone = [
             group
             for group in self.groups.values()
-            if not group.missing and self._queue.send(group.peer, Ping()) is Sent.GONE
+            if not group.missing and self._queue.send(group.peer, wire.Ping()) is Sent.GONE
         ]
         for group in gone:
             group.missing = True

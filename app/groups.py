@@ -54,10 +54,10 @@ class Group:
     def unreadiness(self, now: float) -> str | None:
         """Why it would not answer now; None when it would."""
         running = any(now < flight.expires for flight in self.flights.values())
-        if self.missing:
-            return f"{self.name}: its connection closed"
         if self.leaving:
             return f"{self.name} is leaving"
+        if self.missing:
+            return f"{self.name}: its connection closed"
         if self.canary_failure:
             return f"{self.name}: its example fails: {self.canary_failure}"
         if now - self.last_step >= FRESH and not running:

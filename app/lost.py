@@ -18,6 +18,9 @@ from workers.wire import Died, Hello
 TEXT = 2000  # characters of another host's that are kept
 
 
+_CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f]")  # of a terminal that reads the log
+
+
 @dataclass(frozen=True)
 class Ended:
     """One epoch of a group that gets no steps any more."""
@@ -52,7 +55,9 @@ class Lost:
     def tell(self, died: Died) -> None:
         """What the launcher of a group on another host says of an epoch."""
         kind = died.kind if re.fullmatch("[a-z]{1,20}", died.kind) else "unknown"
-        self._told[died.group] = Told(died.group, died.epoch, " ".join(died.text[:TEXT].split()), kind, time.time())
+        self._told[died.group] = Told(
+            died.group, died.epoch, " ".join(_CONTROLS.sub(" ", died.text[:TEXT]).split()), kind, time.time()
+        )
 
     def _deaths(self) -> dict[str, Told]:
         return last_deaths(self._run_dir) | self._told

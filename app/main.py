@@ -46,11 +46,16 @@ class Service(FastAPI):
             await super().__call__(scope, receive, send)
 
 
-def create_app(settings: Settings, on_ready: Callable[[Group], None] | None = None) -> Service:
-    """The service; `app.state.dispatcher` is its dispatcher. `on_ready` is called with the first group."""
+def create_app(
+    settings: Settings, on_ready: Callable[[Group], None] | None = None, beside: str | None = None
+) -> Service:
+    """The service; `app.state.dispatcher` is its dispatcher. `on_ready` is called with the first group.
+
+    `beside` is the group that is started with it: where no models are listed, its model is the one to serve.
+    """
     metrics = Metrics()
     tracing = Tracing()
-    dispatcher = Dispatcher(settings, metrics, on_ready)
+    dispatcher = Dispatcher(settings, metrics, on_ready, beside)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

@@ -56,6 +56,7 @@ class Listen:
     host: str
     port: int
     key_file: Path
+    largest: int = 1 << 30  # bytes of a message
 
     @classmethod
     def of(cls, settings: Settings) -> Listen | None:
@@ -63,7 +64,7 @@ class Listen:
         if settings.queue_listen is None:
             return None
         assert settings.cluster_key_file is not None  # says Settings, with queue_listen
-        return cls(*endpoint(settings.queue_listen), settings.cluster_key_file)
+        return cls(*endpoint(settings.queue_listen), settings.cluster_key_file, max(settings.queue_bytes, 1 << 30))
 
 
 class Queue:
@@ -149,7 +150,8 @@ class Queue:
         router.setsockopt(zmq.HEARTBEAT_IVL, wire.HEARTBEAT_MS)
         router.setsockopt(zmq.HEARTBEAT_TIMEOUT, wire.HEARTBEAT_TIMEOUT_MS)
         if key is not None:
-            key.serve(router)
+            assert self._listen is not None
+            key.serve(router, self._listen.largest)
         self._sockets[remote] = router
         self._connections[remote] = Connections(router, "the queue")
         router.bind(address)

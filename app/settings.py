@@ -348,8 +348,9 @@ def _shown(value: object, exact: bool = False) -> str:
 def _metavar(field: FieldInfo) -> str:
     if get_origin(field.annotation) is Literal:
         return "|".join(get_args(field.annotation))
-    metavars: dict[object, str] = {ByteSize: "SIZE", str: "TEXT", Path: "PATH", Path | None: "PATH", bool: "true|false"}
-    return metavars.get(field.annotation, "N")
+    metavars: dict[object, str] = {ByteSize: "SIZE", str: "TEXT", Path: "PATH", bool: "true|false"}
+    kinds = [kind for kind in (field.annotation, *get_args(field.annotation)) if kind in metavars]
+    return metavars[kinds[0]] if kinds else "N"
 
 
 def _read_keys(path: Path) -> tuple[bytes, ...]:

@@ -14,9 +14,13 @@ import msgspec
 from app import tensors
 from app.queue import Peer
 from workers import wire
+from workers.errors import InternalError, InvalidParameters, ItemError, PhalanxError
 from workers.wire import Buffer, Encoding, Hello, ModelInfo, Result
 
 NAME = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,31}"  # of groups, as app.settings has it
+# What a rank may say of an item; parameters that the model does not take are found there too.
+_KINDS: list[type[PhalanxError]] = [*ItemError.__subclasses__(), InternalError, InvalidParameters]
+OF_ITEMS = {kind.type for kind in _KINDS}
 MOST_RANKS, MOST_ITEMS = 10_000, 2**31  # in a group; of a rank in a step
 
 
@@ -80,6 +84,8 @@ def result_fault(
             return "its items do not fill its frames"
         if returns == "npy" and len(rows) not in (len(lengths), 1):
             return f"it has {len(rows)} forms of {len(lengths)} rows"
+    if strange := {failure.type for failure in result.failures} - OF_ITEMS:
+        return f"it has failures of a kind that no item has, {min(strange)[:40]!r}"
     if not all(0 <= failure.index < size for failure in result.failures):
         return f"it has failures of items beyond {size}"
     return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,7 +26,7 @@ class Server:
         self.context: zmq.Context = zmq.Context()
         self.guard = Guard(self.context, key) if guarded else None
         self.socket = self.context.socket(zmq.PULL)
-        key.serve(self.socket)
+        key.serve(self.socket, 1 << 16)
         self.connections = Connections(self.socket, "the server")
         self.port = self.socket.bind_to_random_port("tcp://127.0.0.1")
         self.clients: zmq.Context = zmq.Context()
@@ -141,3 +142,19 @@ def test_a_file_that_holds_no_key_is_named(text: str, tmp_path: Path) -> None:
     path.unlink()
     with pytest.raises(StartError, match="cannot be read: No such file"):
         ClusterKey.read(path)
+
+
+def test_a_stranger_cannot_make_a_server_hold_more_than_a_message_may_have(server: Server) -> None:
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as stranger:
+        stranger.sendall(greeting)
+        assert stranger.recv(64)
+        stranger.sendall(b"\x06" + (1 << 40).to_bytes(8, "big"))  # the length of a command
+        until(lambda: has_closed(stranger), 10)
+
+
+def has_closed(connection: socket.socket) -> bool:
+    try:
+        return not connection.recv(65536)
+    except ConnectionError:
+        return True

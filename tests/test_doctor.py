@@ -172,7 +172,7 @@ def test_of_several_hosts_this_ones_address_and_the_way_to_node_0_are_looked_at(
     port = free_port()
 
     def found(**fields: Any) -> list[tuple[str, str]]:
-        given = {"nodes": 2, "node": 0, "host": "127.0.0.1", "port": port, "key_file": tmp_path} | fields
+        given = {"group": "0", "nodes": 2, "node": 0, "host": "127.0.0.1", "port": port, "key_file": tmp_path} | fields
         group = launch.Group(model="digits", run_dir=tmp_path, ranks=1, hosts=launch.Hosts(**given))
         return [(one.level, one.topic) for one in doctor._hosts(doctor.Service(doctor.Settings(), group))]
 

@@ -292,7 +292,7 @@ def test_the_front_end_is_beside_node_0_and_nowhere_else(tmp_path: Path, capsys:
 
 
 def hosts(**fields: object) -> Hosts:
-    given = {"nodes": 2, "node": 1, "host": "127.0.0.1", "port": 29500, "key_file": Path("key")} | fields
+    given = {"group": "0", "nodes": 2, "node": 1, "host": "127.0.0.1", "port": 29500, "key_file": Path("key")} | fields
     return Hosts(**given)  # type: ignore[arg-type]
 
 
@@ -342,16 +342,19 @@ def test_two_launchers_on_one_host_make_one_group_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_another_model_on_one_host_ends_both_with_the_reason(tmp_path: Path) -> None:
+def test_a_host_with_another_model_ends_with_the_reason_and_the_group_waits_for_the_right_one(tmp_path: Path) -> None:
     ClusterKey.create(tmp_path / "key")
     endpoint = f"127.0.0.1:{free_port()}"
     several = {"nnodes": 2, "ranks": 1, "rdzv_endpoint": endpoint, "cluster_key_file": tmp_path / "key"}
     nodes = [Service("digits", **several), Service(f"{MODELS}:Double", verb="workers", node_rank=1, **several)]
     try:
-        assert [node.process.wait(60) for node in nodes] == [78, 78]
-        for node in nodes:
-            assert "name of the model is 'Double' on" in node.log()
-            assert "'Digits' on rank 0's host" in node.log()
+        assert nodes[1].process.wait(60) == 78
+        assert "name of the model is 'Double' on" in nodes[1].log()
+        assert "'Digits' on rank 0's host" in nodes[1].log()
+        waits = until(lambda: nodes[0].client.get("/readyz").json().get("reason"), 10)
+        assert "node 0 of 2 waits for node 1" in waits
+        nodes.append(Service("digits", verb="workers", node_rank=1, **several))
+        nodes[0].wait_ready()
     finally:
         for node in nodes:
             print(node.log())

@@ -16,7 +16,7 @@ import zmq
 from tests.service import free_port, until
 from workers import nodes
 from workers.curve import ClusterKey, Guard
-from workers.epoch import Death
+from workers.epoch import NODE, Death, Restarts
 from workers.errors import ModelLoadError, StartError
 from workers.hosts import Hosts, Next
 from workers.nodes import Follower, Leader
@@ -30,7 +30,13 @@ class Launchers:
 
     def __init__(self, folder: Path, count: int) -> None:
         ClusterKey.create(folder / "key")
-        self.hosts = {"nodes": count, "host": "127.0.0.1", "port": free_port(), "key_file": folder / "key"}
+        self.hosts = {
+            "group": "0",
+            "nodes": count,
+            "host": "127.0.0.1",
+            "port": free_port(),
+            "key_file": folder / "key",
+        }
         self.counted = 0
         self.leader = Leader(Hosts(node=0, **self.hosts), self.count)  # type: ignore[arg-type]
         self.followers = [self.follow(node) for node in range(1, count)]
@@ -108,6 +114,21 @@ def test_the_cause_goes_before_its_echo_and_the_next_epoch_waits_for_all(launche
     assert follower.settle(KILLED) == KILLED
     death = group.leader.settle(ECHO)
     assert death == Death("rank", f"node 1: {KILLED.text}", 5.0)
+    assert {one.number for one in group.begin()} == {2}
+
+
+def test_a_node_whose_model_cannot_be_loaded_ends_and_the_others_wait_for_the_next(launchers: Make) -> None:
+    group = launchers(2)
+    group.begin()
+    [follower] = group.followers
+    follower.settle(Death("model", "there is no file x.py (model, rank 1)", None))
+    death = group.leader.settle(Death("told", "the ranks of node 1 died", None))
+    assert death == Death(NODE, "node 1: there is no file x.py (model, rank 1)", None)
+    assert Restarts(allowed=0).after(death) == 0.0
+    with pytest.raises(ModelLoadError, match=r"node 1: there is no file x\.py"):
+        until(follower.next, 10)
+    group.followers.pop().close()
+    group.followers.append(group.follow(1))
     assert {one.number for one in group.begin()} == {2}
 
 
@@ -208,6 +229,26 @@ def test_a_node_whose_old_connection_seems_to_live_is_known_again_on_its_new_one
     wire.close()
 
 
+def test_a_start_that_is_lost_on_the_way_is_said_again(launchers: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nodes, "AGAIN", 0.1)
+    group = launchers(2)
+    [follower] = group.followers
+    begun = until(lambda: (follower.next(), group.leader.next())[1], 10)
+    until(lambda: follower._start, 10) if follower._start else until(lambda: (follower._take(), follower._start)[1], 10)
+    follower._start, follower._idle, follower._last = None, True, ("", 0)  # as if it had never come
+    assert until(lambda: (group.leader.news(), follower.next())[1], 10).number == begun.number
+    assert group.leader.news().ended is None
+
+
+def test_a_node_that_has_begun_and_says_it_is_idle_has_lost_the_epoch(launchers: Make) -> None:
+    group = launchers(2)
+    group.begin()
+    [follower] = group.followers
+    follower._idle, follower._said = True, False
+    ended = until(lambda: (follower.next(), group.leader.news().ended)[1], 10)
+    assert (ended.kind, ended.text) == ("lost", "node 1 had lost the connection")
+
+
 def test_a_leader_that_goes_is_lost_to_the_nodes_which_wait_for_the_next(launchers: Make) -> None:
     group = launchers(2)
     group.begin()
@@ -247,6 +288,7 @@ def test_what_ends_node_0_for_good_ends_the_others_with_its_code(
     ("changed", "why"),
     [
         ({"node": 1}, "says it is node 1, which is here already"),
+        ({"node": 1, "group": "1"}, "has ranks of group '1', node 0 those of group '0'"),
         ({"nodes": 3}, "says it is node 2 of 3, node 0 has 2 nodes"),
         ({}, "says it is node 2 of 2, node 0 has 2 nodes"),
     ],
@@ -317,9 +359,9 @@ def test_a_node_0_without_the_key_is_not_talked_to(tmp_path: Path, caplog: pytes
     other = ClusterKey.new()
     guard = Guard(context, other)
     impostor = context.socket(zmq.ROUTER)
-    other.serve(impostor)
+    other.serve(impostor, 1 << 16)
     port = impostor.bind_to_random_port("tcp://127.0.0.1")
-    follower = Follower(Hosts(nodes=2, node=1, host="127.0.0.1", port=port, key_file=tmp_path / "key"))
+    follower = Follower(Hosts(group="0", nodes=2, node=1, host="127.0.0.1", port=port, key_file=tmp_path / "key"))
     with caplog.at_level(logging.ERROR, "workers"):
         until(lambda: follower.next() or "does not talk to this node" in caplog.text, 10)
     assert not impostor.poll(0)

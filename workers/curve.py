@@ -24,6 +24,7 @@ from workers.errors import StartError
 
 log = logging.getLogger("workers")
 
+HANDSHAKE_MS = 3000  # for a stranger to show the key, or be gone
 DOMAIN = "phalanx"
 QUIET = 10.0  # seconds between two lines of the same refusal: a client tries several times a second
 REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -59,9 +60,14 @@ class ClusterKey(NamedTuple):
         except OSError as error:
             raise StartError(f"no key was made: {path}: {error.strerror}") from None
 
-    def serve(self, server: zmq.Socket[bytes]) -> None:
-        """Before it is bound: `server` takes only holders of the key, while a `Guard` of its context lives."""
+    def serve(self, server: zmq.Socket[bytes], largest: int) -> None:
+        """Before it is bound: `server` takes only holders of the key, while a `Guard` of its context lives.
+
+        A message may have `largest` bytes; that holds for those who have not shown yet that they hold the key, too.
+        """
         self._pair(server)
+        server.setsockopt(zmq.MAXMSGSIZE, largest)
+        server.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
         server.curve_server = True
         server.zap_domain = DOMAIN.encode()
         server.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a guard nobody gets in

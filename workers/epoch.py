@@ -19,6 +19,7 @@ from workers.lifeline import UNSEEN
 logger = logging.getLogger("workers")
 
 BACKOFF = (0.0, 1.0, 2.0, 5.0, 10.0)  # seconds before the first, second, ... respawn in a row
+NODE = "node"  # kind of the death that another host's model is to blame for, which leaves the group
 STEADY = 60.0  # seconds of being ready after which a death begins a new row
 REPORTED = 0.3  # seconds torchrun has after the first report: it logs within 0.1, ends after 1, with a stopped rank 30
 START_GRACE = 15.0  # seconds over the start timeout, which the ranks keep: torchrun may hang before there are any
@@ -47,6 +48,8 @@ class Restarts:
     def after(self, death: Death) -> float:
         """Seconds to wait before the next start. Raises StartError or ModelLoadError when there is none."""
         self.served = self.served or death.ready_for is not None
+        if death.kind == NODE:
+            return 0.0
         if not self.served and death.kind == "model":
             raise ModelLoadError(death.text)
         if not self.served and self.row >= self.allowed:

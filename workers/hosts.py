@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from workers.epoch import Death
-from workers.errors import StartError
+from workers.errors import SettingsError, StartError
 
 SIOCGIFCONF, IFREQ = 0x8912, 40  # of netdevice(7): the request for all interfaces, and the bytes of one of them
 
@@ -27,6 +27,7 @@ SIOCGIFCONF, IFREQ = 0x8912, 40  # of netdevice(7): the request for all interfac
 class Hosts:
     """The hosts of a group, as one of them sees them; "node" is torchrun's word for a host."""
 
+    group: str
     nodes: int
     node: int  # rank of this one; rank 0 has the front end beside it
     host: str  # of node 0, as all can reach it
@@ -132,7 +133,7 @@ class Alone:
 
 
 def place(hosts: Hosts) -> tuple[str, str]:
-    """This host's address and interface, as the other hosts reach it. StartError where there are none."""
+    """This host's address and interface, as the other hosts reach it. SettingsError where there are none."""
     own = [*_addresses()]
     if hosts.local_address is not None:
         address = hosts.local_address
@@ -140,24 +141,29 @@ def place(hosts: Hosts) -> tuple[str, str]:
         address = next((one for name, one in own if name == hosts.interface), "")
         if not address:
             names = ", ".join(sorted({name for name, _ in own}))
-            raise StartError(f"PHALANX_INTERFACE (--interface) is {hosts.interface!r}; those with an address: {names}")
+            given = f"PHALANX_INTERFACE (--interface) is {hosts.interface!r}"
+            raise SettingsError(f"{given}; those with an address: {names}")
     else:
-        address = _toward(hosts.host, hosts.port)
+        address, theirs = _toward(hosts.host, hosts.port)
+        if hosts.node == 0 and address != theirs:
+            where = f"{hosts.host} is no address of this host, which is node 0"
+            raise SettingsError(f"PHALANX_RDZV_ENDPOINT (--rdzv-endpoint): {where}")
     interface = hosts.interface or next((name for name, one in own if one == address), "")
     if not interface:
-        raise StartError(f"no interface of this host has the address {address} (PHALANX_LOCAL_ADDR, PHALANX_INTERFACE)")
+        where = "(PHALANX_LOCAL_ADDR, PHALANX_INTERFACE)"
+        raise SettingsError(f"no interface of this host has the address {address} {where}")
     return address, interface
 
 
-def _toward(host: str, port: int) -> str:
-    """The own address that packets to `host` leave from; none is sent."""
+def _toward(host: str, port: int) -> tuple[str, str]:
+    """The own address that packets to `host` leave from, and that of `host`; none is sent."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(address)
-            return str(probe.getsockname()[0])
+            return str(probe.getsockname()[0]), str(address[0])
     except OSError as error:
-        raise StartError(f"no way to node 0 at {host}:{port} (PHALANX_RDZV_ENDPOINT): {error.strerror}") from None
+        raise SettingsError(f"no way to node 0 at {host}:{port} (PHALANX_RDZV_ENDPOINT): {error.strerror}") from None
 
 
 def _addresses() -> Iterator[tuple[str, str]]:

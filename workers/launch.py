@@ -25,7 +25,7 @@ from typing import IO, TYPE_CHECKING, Any
 from workers import lifeline, rundir
 from workers.command import TORCHRUN, Group, cores, torchrun_command, torchrun_environment, visible_gpus
 from workers.epoch import Death, Epoch, Restarts
-from workers.errors import ModelLoadError, StartError
+from workers.errors import ModelLoadError, RunDirectoryError, StartError
 from workers.hosts import Alone, FrontEnd, Hosts, Meeting, Nodes, place
 from workers.rundir import (
     Told,
@@ -200,7 +200,11 @@ class Launcher:
         logged. Raises RunDirectoryError. When this returns, no process of the group is left.
         """
         rundir.prepare_run_dir(self._group.run_dir, self._group.group)
-        lock = rundir.claim(self._group.run_dir / f"launch-{self._group.group}.lock")
+        try:
+            lock = rundir.claim(self._group.run_dir / f"launch-{self._group.group}.lock")
+        except RunDirectoryError as error:
+            which = f"group {self._group.group} has a launcher already; PHALANX_GROUP (--group) gives another a name"
+            raise RunDirectoryError(f"{which}: {error}") from error
         lifeline.adopt_orphans()
         try:
             with self._signals(), closing(self._others()) as others, self._watching():

@@ -16,7 +16,6 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TypeAlias
 
 import msgspec
 import zmq
@@ -24,81 +23,32 @@ import zmq.utils.monitor
 
 from workers import wire
 from workers.curve import QUIET, REFUSED, ClusterKey, Connections, Guard
-from workers.epoch import Death
+from workers.epoch import NODE, Death
 from workers.errors import ModelLoadError, StartError
 from workers.hosts import Hosts, Meeting, News, Next, place
+from workers.rendezvous import (
+    PROTOCOL,
+    Dying,
+    Ended,
+    Here,
+    Leave,
+    Message,
+    Over,
+    Ping,
+    Refused,
+    Start,
+    decode,
+    encode,
+)
 
 log = logging.getLogger("workers")
 
-PROTOCOL = 1  # raised with every change to the messages that the other side could misread
+LARGEST = 1 << 16  # bytes of a message
 LOST = 1.0  # seconds after a disconnect in which the nodes are asked whether they can be reached
 PATIENCE = 15.0  # seconds node 0 waits for the last node to end an epoch, before it decides why the epoch died
-AGAIN = 5.0  # seconds after which a node that was refused asks again
+AGAIN = 3.0  # seconds after which a node says again that it is there: it may have been refused, or not heard
 # Of one death each node tells another story; what comes first here is the cause, and what comes last its echo.
 CAUSES = ("fenced", "model", "deadline", "rank", "peer", "supervisor", "exception", "lost", "told")
-
-
-class _Message(msgspec.Struct, frozen=True, array_like=True):
-    pass
-
-
-class Here(_Message, frozen=True, array_like=True, tag=True):
-    """A node to node 0: nothing runs here, and the next epoch may begin."""
-
-    protocol: int
-    nodes: int
-    node: int
-    host: str
-
-
-class Refused(_Message, frozen=True, array_like=True, tag=True):
-    """The answer to a Here that cannot be taken."""
-
-    text: str
-
-
-class Start(_Message, frozen=True, array_like=True, tag=True):
-    """Node 0 to all: begin this epoch; torchrun's store is at this port of node 0."""
-
-    epoch: int
-    port: int
-
-
-class Dying(_Message, frozen=True, array_like=True, tag=True):
-    """Either way: the ranks here are dying."""
-
-    epoch: int
-
-
-class Leave(_Message, frozen=True, array_like=True, tag=True):
-    """Either way: the epoch is to end in order, for a node has been asked to stop."""
-
-    epoch: int
-
-
-class Ended(_Message, frozen=True, array_like=True, tag=True):
-    """A node to node 0: nothing of the epoch is left here. An orderly end has no kind."""
-
-    epoch: int
-    kind: str
-    text: str
-    ready_for: float | None
-
-
-class Over(_Message, frozen=True, array_like=True, tag=True):
-    """Node 0 to all: there will be no further epoch, and why."""
-
-    exit_code: int
-    text: str
-
-
-class Ping(_Message, frozen=True, array_like=True, tag=True):
-    """Node 0 to a node, to learn whether it can be reached; it has no answer."""
-
-
-Message: TypeAlias = Here | Refused | Start | Dying | Leave | Ended | Over | Ping
-_encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(Message).decode
 
 
 class _Node:
@@ -135,7 +85,7 @@ class Leader(_Node):
         self._guard = Guard(self._context, self._key)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a node that connects anew is not held up by its own past
-        self._key.serve(self._socket)
+        self._key.serve(self._socket, LARGEST)
         self._connections = Connections(self._socket, "the launcher of node 0")
         if ipaddress.ip_address(self._address).is_loopback:
             log.warning("%s is this host's alone: nodes on other hosts cannot reach node 0 there", self._address)
@@ -147,7 +97,10 @@ class Leader(_Node):
         self.fds = (_fd(self._socket), _fd(self._connections.monitor))
         self._identities: dict[int, bytes] = {}  # by node, of those that have come and can be reached
         self._idle: set[int] = set()
+        self._session = secrets.token_hex(8)
+        self._start: Start | None = None  # of the running epoch, or the latest
         self._running = False
+        self._served = False
         self._deaths: dict[int, Death | None] = {}  # by node, of the running epoch, in the order of their coming
         self._probe_until = 0.0
 
@@ -160,7 +113,10 @@ class Leader(_Node):
         self._begin(self._count())
         self._deaths.clear()
         self._idle.clear()
-        self._tell_all(Start(self._epoch, meeting.port))
+        self._start = Start(self._session, self._epoch, meeting.port)
+        for node, identity in list(self._identities.items()):
+            if not self._tell(identity, self._start):
+                self._lost(node)
         return Next(self._epoch, meeting)
 
     def wait(self) -> str:
@@ -192,6 +148,12 @@ class Leader(_Node):
             self._take()
         ends = [death, *(one for one in self._deaths.values() if one is not None)]
         self._running = False
+        self._served = self._served or death.ready_for is not None
+        mistaken = {node: one for node, one in self._deaths.items() if one is not None and one.kind == "model"}
+        if mistaken and death.kind != "model" and not self._served:
+            for node, one in mistaken.items():  # they end, and this one waits for others with the right model
+                self._tell(self._identities.get(node, b""), Over(ModelLoadError.exit_code, one.text))
+            return Death(NODE, "; ".join(one.text for one in mistaken.values()), None)
         cause = min(ends, key=lambda one: CAUSES.index(one.kind) if one.kind in CAUSES else len(CAUSES))
         return Death(cause.kind, cause.text, death.ready_for)
 
@@ -209,7 +171,7 @@ class Leader(_Node):
         while int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
             identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
             try:
-                self._heard(identity, _decode(frames[0]))
+                self._heard(identity, decode(frames[0]))
             except (msgspec.MsgspecError, IndexError) as error:
                 log.error("a node sent what cannot be read: %s", error)
         now = time.monotonic()
@@ -242,6 +204,8 @@ class Leader(_Node):
         refusal = None
         if here.protocol != PROTOCOL:
             refusal = f"node {here.node} ({here.host}) speaks version {here.protocol}, node 0 version {PROTOCOL}"
+        elif here.group != self._hosts.group:
+            refusal = f"{here.host} has ranks of group {here.group!r}, node 0 those of group {self._hosts.group!r}"
         elif here.nodes != self._hosts.nodes or not 0 < here.node < here.nodes:
             refusal = f"{here.host} says it is node {here.node} of {here.nodes}, node 0 has {self._hosts.nodes} nodes"
         elif before is not None and before != identity and self._tell(before, Ping()):
@@ -255,8 +219,12 @@ class Leader(_Node):
         if here.node not in self._identities:
             log.info("node %d is here: %s", here.node, here.host)
         self._identities[here.node] = identity
-        self._idle.add(here.node)
-        if self._running and here.node not in self._deaths and not self._news.leave:
+        if not self._running or here.node in self._deaths or self._start is None:
+            self._idle.add(here.node)
+        elif here.last != (self._session, self._epoch):
+            self._tell(identity, self._start)  # it has not come there yet
+        elif not self._news.leave:
+            self._idle.add(here.node)
             self._end("lost", f"node {here.node} had lost the connection")
             self.dying()
 
@@ -275,7 +243,7 @@ class Leader(_Node):
     def _tell(self, identity: bytes, message: Message) -> bool:
         with suppress(zmq.Again):
             try:
-                self._socket.send_multipart([identity, _encode(message)], zmq.NOBLOCK)
+                self._socket.send_multipart([identity, encode(message)], zmq.NOBLOCK)
             except zmq.ZMQError as error:
                 if error.errno != zmq.EHOSTUNREACH:
                     raise
@@ -287,6 +255,8 @@ class Follower(_Node):
     """Any other node's launcher."""
 
     def __init__(self, hosts: Hosts) -> None:
+        if hosts.local_address is not None or hosts.interface is not None:
+            place(hosts)  # which a mistake would else come out of only when node 0 is there
         super().__init__(hosts, zmq.DEALER)
         self._socket.setsockopt(zmq.IDENTITY, f"{hosts.node}/{secrets.token_hex(8)}".encode())
         self._socket.setsockopt(zmq.IMMEDIATE, 1)  # what was meant for a connection that is over goes nowhere
@@ -300,8 +270,9 @@ class Follower(_Node):
         self._connected = False
         self._said = False  # that it is here, on this connection and since the last epoch
         self._start: Start | None = None
+        self._last = "", 0  # session and number of the latest epoch
         self._over: Over | None = None
-        self._ask_at = float("inf")  # when to say Here again, after a refusal
+        self._ask_at = 0.0  # when to say Here again
         self._complain_at = 0.0
 
     def next(self) -> Next | None:
@@ -309,10 +280,11 @@ class Follower(_Node):
         if self._over is not None:
             kind = ModelLoadError if self._over.exit_code == ModelLoadError.exit_code else StartError
             raise kind(f"node 0 begins no further epoch: {self._over.text}")
-        if self._connected and (not self._said or time.monotonic() >= self._ask_at):
-            self._ask_at = float("inf")
+        if self._connected and self._idle and (not self._said or time.monotonic() >= self._ask_at):
+            self._ask_at = time.monotonic() + AGAIN
             self._said = True
-            self._tell(Here(PROTOCOL, self._hosts.nodes, self._hosts.node, socket.gethostname()))
+            hosts = self._hosts
+            self._tell(Here(PROTOCOL, hosts.group, hosts.nodes, hosts.node, socket.gethostname(), self._last))
         if self._start is None:
             return None
         start, self._start = self._start, None
@@ -358,18 +330,17 @@ class Follower(_Node):
                 self._noticed(zmq.utils.monitor.recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"])
         while int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
             try:
-                message = _decode(self._socket.recv(zmq.NOBLOCK))
+                message = decode(self._socket.recv(zmq.NOBLOCK))
             except msgspec.MsgspecError as error:
                 log.error("node 0 sent what cannot be read: %s", error)
                 continue
-            if isinstance(message, Start) and self._idle:
-                self._start, self._idle = message, False
+            if isinstance(message, Start) and self._idle and self._last != (message.session, message.epoch):
+                self._start, self._idle, self._last = message, False, (message.session, message.epoch)
                 self._begin(message.epoch)
             elif isinstance(message, Over):
                 self._over = message
             elif isinstance(message, Refused):
                 log.error("node 0 refused this node: %s", message.text)
-                self._ask_at = time.monotonic() + AGAIN
             elif isinstance(message, Dying) and message.epoch == self._epoch:
                 self._end("told", "node 0 ended the epoch")
             elif isinstance(message, Leave) and message.epoch == self._epoch:
@@ -391,7 +362,7 @@ class Follower(_Node):
 
     def _tell(self, message: Message) -> None:
         with suppress(zmq.Again):  # with no connection: `Here` is said on the next
-            self._socket.send(_encode(message), zmq.NOBLOCK)
+            self._socket.send(encode(message), zmq.NOBLOCK)
 
 
 def _free_port(address: str) -> int:

@@ -19,6 +19,7 @@ from workers.wire import Buffer, Goodbye, Hello, Leaving, Step
 
 log = logging.getLogger("workers")
 
+ALONE = 5.0, 60.0  # seconds without a front end after which that is said, and said again
 POLL_MS = 100  # between two looks for the `leave` file
 GOODBYE_SECONDS = 2.0  # for a front end to answer Leaving
 
@@ -52,6 +53,8 @@ class Queue:
         self._leaving_until = 0.0
         self.left = False
         self._connected = False
+        self._address = place.address
+        self._complain_at = time.monotonic() + ALONE[0]
         self._socket = context.socket(zmq.DEALER)
         identity = f"{hello.group}/{hello.epoch}/{place.launcher}".rstrip("/")
         self._socket.setsockopt(zmq.IDENTITY, identity.encode())
@@ -83,6 +86,9 @@ class Queue:
                 if isinstance(message, Step) and message.epoch == self._hello.epoch:
                     return message, payload
                 self.left = isinstance(message, Goodbye)
+            if not self._connected and time.monotonic() >= self._complain_at:
+                self._complain_at = time.monotonic() + ALONE[1]
+                log.warning("no front end at %s: the group waits for it", self._address)
             if wake in ready:
                 break
             self.left = self.left or self._has_left()
@@ -98,6 +104,7 @@ class Queue:
     def _greet(self) -> None:
         event = zmq.utils.monitor.recv_monitor_message(self._monitor)["event"]
         self._connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+        self._complain_at = time.monotonic() + ALONE[0]
         if self._connected:
             self.send(msgspec.structs.replace(self._hello, held=self._holds()))
 

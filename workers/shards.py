@@ -14,6 +14,7 @@ from workers.curve import ClusterKey, Connections, Guard
 from workers.ring import Reader
 from workers.wire import Buffer, Message, Shard
 
+LARGEST = 1 << 30  # bytes of a shard; more the front end would never have admitted
 Context = zmq.Context[zmq.Socket[bytes]]
 
 
@@ -31,7 +32,7 @@ class Inbox:
         else:
             assert key is not None  # says app.settings
             self._guard = Guard(context, key)
-            key.serve(self._socket)
+            key.serve(self._socket, LARGEST)
             self._connections = Connections(self._socket, name)
             self._socket.bind(f"tcp://{f'[{place}]' if ':' in place else place}:*")
         self.address = bytes(self._socket.get(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()

@@ -90,8 +90,10 @@ class Watch:
                 self._complain_at = now + QUIET
                 log.error("%s does not hold this host's cluster key (PHALANX_CLUSTER_KEY_FILE)", self._name)
             return
-        self._connected, self._watched = event == zmq.EVENT_HANDSHAKE_SUCCEEDED, 0
-        log.info("%s %s", self._name, "is there" if self._connected else "has gone")
+        connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+        if connected != self._connected:
+            log.info("%s %s", self._name, "is there" if connected else "has gone")
+        self._connected, self._watched = connected, 0
 
     def _send(self, message: wire.Message) -> None:
         with suppress(zmq.Again):  # it is not there, and has missed more than it could use
