@@ -31,9 +31,9 @@ SECONDS = 5.0
 
 
 @asynccontextmanager
-async def front_end(run_dir: Path, **settings: object) -> AsyncIterator[httpx.AsyncClient]:
+async def front_end(run_dir: Path, beside: str | None = None, **settings: object) -> AsyncIterator[httpx.AsyncClient]:
     """A front end of its own, on this event loop."""
-    app = create_app(Settings(run_dir=run_dir, log_requests=False, **settings))  # type: ignore[arg-type]
+    app = create_app(Settings(run_dir=run_dir, log_requests=False, **settings), beside=beside)  # type: ignore[arg-type]
     transport = httpx.ASGITransport(app)
     async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url="http://x") as client:
         yield client
@@ -405,3 +405,24 @@ async def test_a_group_that_left_beside_another_raises_no_alarm_and_the_last_one
             await asyncio.to_thread(zero.leave)
             await alive(client)
             assert await shown_up(client) == {'{group="0",rank="0"}': "0.0"}
+
+
+@pytest.mark.anyio
+async def test_the_group_that_is_started_with_the_front_end_says_which_model_is_served(
+    run_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "app")
+    async with front_end(run_dir, beside="0") as client:
+        stranger, same = FakeGroup(run_dir, "1", model=info("B")), FakeGroup(run_dir, "2", model=info("A"))
+        with groups(stranger, same):
+            await until(lambda: caplog.text.count("is here, and waits for group 0") == 2)
+            assert (await client.get("/info")).json()["groups"] == {}
+            assert (await client.get("/readyz")).status_code == 503
+            answer = asyncio.create_task(ask(client, 1))
+            own = FakeGroup(run_dir, "0", model=info("A"))
+            with groups(own):
+                await alive(client, "0", "2")
+                assert (await answer).json()["outputs"][0][1] == 1
+                assert not stranger.items
+                await until(lambda: stranger.fenced)
+                assert "its model is B, and group" in stranger.fenced

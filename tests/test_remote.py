@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import zmq
 
+from app.sound import result_fault
 from tests.fake import FakeGroup, groups, info
 from tests.service import MODELS, Service, free_port, until
 from tests.test_faults import Load
@@ -25,7 +26,7 @@ from tests.test_groups import _soon_given_up, alive, anyio_backend, ask, front_e
 from tests.test_groups import until as soon
 from workers import wire
 from workers.curve import ClusterKey
-from workers.wire import Died, Hello, Leaving, Ping, RankStats, Result, Watching
+from workers.wire import Died, Failure, Hello, Leaving, Ping, RankStats, Result, Watching
 
 TOKEN = "0123456789abcdef"
 
@@ -404,3 +405,12 @@ def test_a_port_that_is_taken_is_named(key: Path) -> None:
             assert f"127.0.0.1:{port} cannot be listened on (PHALANX_QUEUE_LISTEN)" in service.log()
         finally:
             service.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "taken"), [("invalid-item", True), ("invalid-parameters", True), ("unauthorized", False), ("", False)]
+)
+def test_a_group_says_of_an_item_only_what_items_have(kind: str, taken: bool) -> None:
+    stats = [RankStats(0, 1, 0.001, 1, 0.0)]
+    result = Result("s", 1, 1, [[4]], [Failure(0, kind, "why")], [[]], stats, 0.0)
+    assert (result_fault(result, [b"null"], 1, "json", 1) is None) == taken
