@@ -162,6 +162,13 @@ def _hosts(service: Service) -> Iterator[Finding]:
             yield Finding("fail", "node 0", str(error).partition(" (")[0], "give another port (PHALANX_RDZV_ENDPOINT)")
 
 
+def _queue(service: Service) -> Iterator[Finding]:
+    """Of a group whose front end is on another host."""
+    if service.group.front_end is not None:
+        host_name, port = service.group.front_end.host, service.group.front_end.port
+        yield findings.front_end(f"{host_name}:{port}", host.connects(host_name, port))
+
+
 def _stop(service: Service) -> Iterator[Finding]:
     yield findings.stop(service.settings.drain_timeout + findings.NONE_LEFT_OVER, host.patience())
 
@@ -219,6 +226,7 @@ CHECKS: tuple[Check, ...] = (
     _run_directory,
     _port,
     _hosts,
+    _queue,
     _stop,
     _ranks,
 )

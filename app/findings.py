@@ -88,6 +88,13 @@ def node_0(where: str, fault: str | None) -> Finding:
     return Finding("warn", "node 0", f"{where} does not answer: {fault}", remedy)
 
 
+def front_end(where: str, fault: str | None) -> Finding:
+    if fault is None:
+        return Finding("ok", "front end", f"{where} answers")
+    remedy = "start it with PHALANX_QUEUE_LISTEN, or let its port through the firewall"
+    return Finding("warn", "front end", f"{where} does not answer: {fault}", remedy)
+
+
 def cores(count: int, ranks: int, threads: int) -> Finding:
     text = f"{many(count, 'core')} for {many(ranks, 'rank')} of {many(threads, 'thread')} each, and the front end"
     if ranks > count:

@@ -63,6 +63,8 @@ NO_DRIVER = Torch("12.8", "2.27.3", 0, "Found no NVIDIA driver on your system.")
         (findings.name("10.0.0.2", None, 8.0), "warn", "to find that took 8.0 s; give it one in DNS"),
         (findings.node_0("10.0.0.1:29500", None), "ok", "10.0.0.1:29500 answers"),
         (findings.node_0("10.0.0.1:29500", "Connection refused"), "warn", "does not answer: Connection refused; this"),
+        (findings.front_end("10.0.0.1:29400", None), "ok", "10.0.0.1:29400 answers"),
+        (findings.front_end("10.0.0.1:29400", "timed out"), "warn", "does not answer: timed out; start it with"),
         (findings.stop(40, Patience("")), "ok", "a stop may take 40 s: whatever stops the service must wait longer"),
         (findings.stop(40, Patience("STOP_GRACE", 45)), "ok", "STOP_GRACE gives 45 s"),
         (findings.stop(40, Patience("STOP_GRACE", 40)), "warn", "give it more than 40 s"),
