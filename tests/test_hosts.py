@@ -8,6 +8,7 @@ import random
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -36,41 +37,47 @@ def run(*words: str, **options: object) -> str:
 
 
 class Network:
-    """Two hosts and this one, on a bridge: node 0 is 10.77.0.10, node 1 is 10.77.0.11, and this one 10.77.0.1."""
+    """Node 0 is 10.77.0.10 and node 1 is 10.77.0.11, on a cable; another one joins node 0, 10.78.0.10, to this host.
+
+    No bridge: whether it forwards anything is for the firewall of the machine to say.
+    """
 
     def __init__(self) -> None:
         self.tag = f"{os.getpid() % 100000:05d}"
-        self.bridge = f"phx{self.tag}"
         self.names = [f"phx{self.tag}-{node}" for node in range(2)]
-        run("ip", "link", "add", self.bridge, "type", "bridge")
-        run("ip", "addr", "add", "10.77.0.1/24", "dev", self.bridge)
-        run("ip", "link", "set", self.bridge, "up")
-        for node, name in enumerate(self.names):
+        for name in self.names:
             run("ip", "netns", "add", name)
             etc = Path("/etc/netns", name)  # `ip netns exec` lays it over /etc
             etc.mkdir(parents=True)
-            # torch looks up the name of every address it connects to, and would wait for a name server
-            etc.joinpath("hosts").write_text("127.0.0.1 localhost\n10.77.0.10 node0\n10.77.0.11 node1\n")
+            # torch looks up its own name and that of every address it connects to, and would wait for a name server
+            known = f"127.0.0.1 localhost {socket.gethostname()}\n"
+            etc.joinpath("hosts").write_text(f"{known}::ffff:10.77.0.10 node0\n::ffff:10.77.0.11 node1\n")
             etc.joinpath("resolv.conf").write_text("")
-            here = f"ph{self.tag}{node}"
-            run("ip", "link", "add", here, "type", "veth", "peer", "name", "lan0", "netns", name)
-            run("ip", "link", "set", here, "master", self.bridge, "up")
-            run("ip", "-n", name, "addr", "add", f"10.77.0.1{node}/24", "dev", "lan0")
-            for device in ("lo", "lan0"):
-                run("ip", "-n", name, "link", "set", device, "up")
+            run("ip", "-n", name, "link", "set", "lo", "up")
+        first, second = self.names
+        run("ip", "-n", first, "link", "add", "lan0", "type", "veth", "peer", "name", "lan0", "netns", second)
+        run("ip", "link", "add", f"ph{self.tag}", "type", "veth", "peer", "name", "up0", "netns", first)
+        run("ip", "addr", "add", "10.78.0.1/24", "dev", f"ph{self.tag}")
+        run("ip", "link", "set", f"ph{self.tag}", "up")
+        for name, device, address in (
+            (first, "lan0", "10.77.0.10"),
+            (second, "lan0", "10.77.0.11"),
+            (first, "up0", "10.78.0.10"),
+        ):
+            run("ip", "-n", name, "addr", "add", f"{address}/24", "dev", device)
+            run("ip", "-n", name, "link", "set", device, "up")
 
     def inside(self, node: int) -> list[str]:
         own = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
         return ["ip", "netns", "exec", self.names[node], *own]
 
     def cable(self, node: int, state: str) -> None:
-        run("ip", "link", "set", f"ph{self.tag}{node}", state)
+        run("ip", "-n", self.names[node], "link", "set", "lan0", state)
 
     def close(self) -> None:
         for name in self.names:
             subprocess.run(["ip", "netns", "del", name], check=False)
             shutil.rmtree(Path("/etc/netns", name), ignore_errors=True)
-        subprocess.run(["ip", "link", "del", self.bridge], check=False)
 
 
 class Cluster:
@@ -90,7 +97,7 @@ class Cluster:
         verb = "workers" if node else "serve"
         run_dir = Path(tempfile.mkdtemp(prefix=f"node{node}-", dir=self.folder))
         inside = self.network.inside(node)
-        return Service(self.model, verb=verb, run_dir=run_dir, inside=inside, address=f"10.77.0.1{node}", **given)
+        return Service(self.model, verb=verb, run_dir=run_dir, inside=inside, address="10.78.0.10", **given)
 
     def ranks(self, node: int) -> list[int]:
         """Of a node, as this host's pids."""
