@@ -14,6 +14,7 @@ import secrets
 import select
 import socket
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -51,7 +52,7 @@ AGAIN = 3.0  # seconds after which a node says again that it is there: it may ha
 CAUSES = ("fenced", "model", "deadline", "rank", "peer", "supervisor", "exception", "lost", "told")
 
 
-class _Node:
+class _Node(ABC):
     """What both kinds of node need: a socket, and what is known of the running epoch."""
 
     def __init__(self, hosts: Hosts, kind: int) -> None:
@@ -65,6 +66,28 @@ class _Node:
         self._epoch = 0
         self._told = False  # the others know that it is dying, or leaving
         self._news = News()
+
+    def news(self) -> News:
+        self._take()
+        return self._news
+
+    def dying(self) -> None:
+        if not self._told:
+            self._told = True
+            self._say(Dying(self._epoch))
+
+    def leave(self) -> None:
+        if not self._news.leave:
+            self._news.leave = True
+            self._say(Leave(self._epoch))
+
+    @abstractmethod
+    def _take(self) -> None:
+        """All that has come, without waiting."""
+
+    @abstractmethod
+    def _say(self, message: Message) -> None:
+        """To whoever must hear it; what is not connected does not."""
 
     def _begin(self, epoch: int) -> None:
         self._epoch, self._told, self._news = epoch, False, News()
@@ -123,20 +146,6 @@ class Leader(_Node):
         missing = [f"node {node}" for node in range(1, self._hosts.nodes) if node not in self._idle]
         return f"node 0 of {self._hosts.nodes} waits for {', '.join(missing)}"
 
-    def news(self) -> News:
-        self._take()
-        return self._news
-
-    def dying(self) -> None:
-        if not self._told:
-            self._told = True
-            self._tell_all(Dying(self._epoch))
-
-    def leave(self) -> None:
-        if not self._news.leave:
-            self._news.leave = True
-            self._tell_all(Leave(self._epoch))
-
     def settle(self, death: Death | None) -> Death | None:
         if death is None:
             self._running = False
@@ -158,7 +167,7 @@ class Leader(_Node):
         return Death(cause.kind, cause.text, death.ready_for)
 
     def over(self, error: StartError) -> None:
-        self._tell_all(Over(error.exit_code, str(error)))
+        self._say(Over(error.exit_code, str(error)))
 
     def close(self) -> None:
         self._connections.close()
@@ -236,7 +245,7 @@ class Leader(_Node):
             self._end("lost", f"node {node} cannot be reached")
             self.dying()
 
-    def _tell_all(self, message: Message) -> None:
+    def _say(self, message: Message) -> None:
         for identity in self._identities.values():
             self._tell(identity, message)
 
@@ -284,7 +293,7 @@ class Follower(_Node):
             self._ask_at = time.monotonic() + AGAIN
             self._said = True
             hosts = self._hosts
-            self._tell(Here(PROTOCOL, hosts.group, hosts.nodes, hosts.node, socket.gethostname(), self._last))
+            self._say(Here(PROTOCOL, hosts.group, hosts.nodes, hosts.node, socket.gethostname(), self._last))
         if self._start is None:
             return None
         start, self._start = self._start, None
@@ -295,23 +304,9 @@ class Follower(_Node):
         whom = "the other nodes" if self._connected else f"node 0 at {hosts.host}:{hosts.port}"
         return f"node {hosts.node} of {hosts.nodes} waits for {whom}"
 
-    def news(self) -> News:
-        self._take()
-        return self._news
-
-    def dying(self) -> None:
-        if not self._told:
-            self._told = True
-            self._tell(Dying(self._epoch))
-
-    def leave(self) -> None:
-        if not self._news.leave:
-            self._news.leave = True
-            self._tell(Leave(self._epoch))
-
     def settle(self, death: Death | None) -> Death | None:
         end = Death("", "", None) if death is None else death
-        self._tell(Ended(self._epoch, end.kind, end.text, end.ready_for))
+        self._say(Ended(self._epoch, end.kind, end.text, end.ready_for))
         self._idle, self._said = True, False
         return death
 
@@ -360,7 +355,7 @@ class Follower(_Node):
             where = f"{self._hosts.host}:{self._hosts.port}"
             log.error("%s does not talk to this node: it holds another cluster key, or none", where)
 
-    def _tell(self, message: Message) -> None:
+    def _say(self, message: Message) -> None:
         with suppress(zmq.Again):  # with no connection: `Here` is said on the next
             self._socket.send(encode(message), zmq.NOBLOCK)
 
