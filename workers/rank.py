@@ -53,10 +53,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     lifeline = Lifeline(int(os.environ["RANK"]), flags.run_dir / "epochs" / f"{flags.group}-{flags.epoch}")
     try:
         # torch takes seconds to import: only now that the rank dies with its parent
-        from workers.loop import Rank
-        from workers.probe import Probe
+        if flags.probe:
+            from workers.probe import Probe
 
-        (Probe if flags.probe else Rank)(flags, lifeline).run()
+            Probe(flags, lifeline).run()
+        else:
+            from workers.loop import Rank
+
+            Rank(flags, lifeline).run()
     except ModelLoadError as error:
         log.error("%s", error, exc_info=error.__cause__)  # where in the user's code
         lifeline.fell("model", str(error))

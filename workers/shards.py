@@ -35,18 +35,18 @@ class Inbox:
             key.serve(self._socket, LARGEST)
             self._connections = Connections(self._socket, name)
             self._socket.bind(f"tcp://{f'[{place}]' if ':' in place else place}:*")
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        if self._connections is not None:
+            self._poller.register(self._connections.monitor, zmq.POLLIN)
         self.address = bytes(self._socket.get(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
 
     def wait(self, wake: int | None = None, seconds: float | None = None) -> bool:
         """Whether there is a message; False once `wake` is readable or the time is over."""
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
         if wake is not None:
-            poller.register(wake, zmq.POLLIN)
-        if self._connections is not None:
-            poller.register(self._connections.monitor, zmq.POLLIN)
+            self._poller.register(wake, zmq.POLLIN)  # once more changes nothing
         while True:
-            ready = dict(poller.poll(None if seconds is None else int(seconds * 1000)))
+            ready = dict(self._poller.poll(None if seconds is None else int(seconds * 1000)))
             if self._connections is not None and self._connections.monitor in ready:
                 self._connections.read()
             if self._socket in ready:
