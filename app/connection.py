@@ -39,6 +39,7 @@ class Connection(HttpToolsProtocol):
         self._head: int | None = 0  # bytes of the head that is not complete yet; None after it
         self._beyond = 0  # bytes since the last one of a body: chunk sizes, trailers
         self._whole = False  # the latest request has come with all of its body
+        self._behind = False  # the latest head began in the same piece as the request before it ended, uncounted
         self._refused = False
         self._replay = False  # the parser is fed a head that is not the client's
         self._running: RequestResponseCycle | None = None  # the request in work; `cycle` is the latest
@@ -107,11 +108,16 @@ class Connection(HttpToolsProtocol):
             self.parser.feed_data(b"POST / HTTP/1.1\r\n%s\r\n" % b"".join(b"%s: %s\r\n" % field for field in framing))
             self._replay = False
 
+    def on_message_begin(self) -> None:
+        self._behind = self._head is None
+        super().on_message_begin()
+
     def on_headers_complete(self) -> None:
         if self._replay:
             return
-        # The count includes what came in the same piece behind the head, and misses a head behind another request.
-        if (self._head is None or self._head > self._limits.head_bytes) and self._measure() > self._limits.head_bytes:
+        # The count includes what came in the same piece behind the head, and misses what came of it behind another.
+        limit = self._limits.head_bytes
+        if (self._behind or cast("int", self._head) > limit) and self._measure() > limit:
             self._refuse(431, "The request's head is too large.")
             raise ValueError("the head is too large")  # stops the parser
         self._head = None

@@ -153,7 +153,15 @@ def test_a_large_head_behind_another_request_is_refused_after_the_first_answer(u
     client.sendall(GET + b"GET / HTTP/1.1\r\na: " + b"x" * 40_000 + b"\r\n\r\n")
     got = answer(client)
     assert got.startswith(b"HTTP/1.1 200 ")
-    assert got.count(b"HTTP/1.1 ") == 1
+    assert got.count(b"HTTP/1.1 200 ") == 1
+
+
+def test_a_large_head_that_begins_behind_a_request_and_ends_after_its_answer_is_431(usual: Connect) -> None:
+    client = usual()
+    client.sendall(GET + b"GET / HTTP/1.1\r\na: " + b"x" * 20_000)
+    one_answer(client, b"\r\n\r\n0")
+    client.sendall(b"x" * 20_000 + b"\r\n\r\n")
+    assert answer(client).startswith(b"HTTP/1.1 431 ")
 
 
 def test_a_head_that_does_not_come_in_time_is_408() -> None:
