@@ -122,12 +122,15 @@ def test_a_node_whose_model_cannot_be_loaded_ends_and_the_others_wait_for_the_ne
     group.begin()
     [follower] = group.followers
     follower.settle(Death("model", "there is no file x.py (model, rank 1)", None))
+    assert follower.next() is None  # it says that it is here, as long as it has not heard that it is to end
     death = group.leader.settle(Death("told", "the ranks of node 1 died", None))
     assert death == Death(NODE, "node 1: there is no file x.py (model, rank 1)", None)
     assert Restarts(allowed=0).after(death) == 0.0
     with pytest.raises(ModelLoadError, match=r"node 1: there is no file x\.py"):
-        until(follower.next, 10)
+        until(lambda: group.leader.next() or follower.next(), 10)
     group.followers.pop().close()
+    assert group.leader.next() is None
+    assert group.counted == 1
     group.followers.append(group.follow(1))
     assert {one.number for one in group.begin()} == {2}
 

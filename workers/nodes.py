@@ -125,6 +125,7 @@ class Leader(_Node):
         self._running = False
         self._served = False
         self._deaths: dict[int, Death | None] = {}  # by node, of the running epoch, in the order of their coming
+        self._dismissed: dict[bytes, Over] = {}  # by identity, of those that are to end
         self._probe_until = 0.0
 
     def next(self) -> Next | None:
@@ -161,7 +162,7 @@ class Leader(_Node):
         mistaken = {node: one for node, one in self._deaths.items() if one is not None and one.kind == "model"}
         if mistaken and death.kind != "model" and not self._served:
             for node, one in mistaken.items():  # they end, and this one waits for others with the right model
-                self._tell(self._identities.get(node, b""), Over(ModelLoadError.exit_code, one.text))
+                self._dismiss(node, Over(ModelLoadError.exit_code, one.text))
             return Death(NODE, "; ".join(one.text for one in mistaken.values()), None)
         cause = min(ends, key=lambda one: CAUSES.index(one.kind) if one.kind in CAUSES else len(CAUSES))
         return Death(cause.kind, cause.text, death.ready_for)
@@ -209,6 +210,9 @@ class Leader(_Node):
                 self.dying()
 
     def _came(self, identity: bytes, here: Here) -> None:
+        if identity in self._dismissed:  # it had not heard it yet
+            self._tell(identity, self._dismissed[identity])
+            return
         before = self._identities.get(here.node)
         refusal = None
         if here.protocol != PROTOCOL:
@@ -236,6 +240,12 @@ class Leader(_Node):
             self._idle.add(here.node)
             self._end("lost", f"node {here.node} had lost the connection")
             self.dying()
+
+    def _dismiss(self, node: int, over: Over) -> None:
+        self._idle.discard(node)
+        if (identity := self._identities.pop(node, None)) is not None:
+            self._dismissed[identity] = over
+            self._tell(identity, over)
 
     def _lost(self, node: int) -> None:
         log.warning("node %d has gone", node)
