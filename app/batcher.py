@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
+from math import ceil
 from typing import NamedTuple
 
 from workers.errors import QueueFull, TooLarge
@@ -139,12 +140,15 @@ class Batcher:
         fresh = sum(job.size - job.taken for job in self._jobs if job.wanted(now))
         return fresh + sum(piece.size for batch in self._returned for piece in batch.pieces if piece.job.wanted(now))
 
-    def take(self, capacity: int, now: float, beside: int | None = None, group: str = "") -> Batch | None:
+    def take(
+        self, capacity: int, now: float, beside: int | None = None, group: str = "", idle: int = 0
+    ) -> Batch | None:
         """The next step of at most `capacity` items for a group, or None.
 
         `beside` is the number of items in the step that is running, None when none is: a second step goes only when
         it is at least as large or full, so that steps do not degenerate into tiny ones. A job that does not fit is cut
-        and goes to the back, so that a large one takes turns with the others.
+        and goes to the back, so that a large one takes turns with the others. `idle` is the capacity of all groups
+        that run nothing, this one among them: what they can take together is shared out.
         """
         batch = self._take_returned(now, group)
         if batch is not None:
@@ -159,9 +163,11 @@ class Batcher:
             self._jobs.popleft()
         if not self._jobs:
             return None
-        chosen, size = self._choose(capacity, now)
+        chosen, size = self._choose(max(capacity, idle), now)
         if size < capacity and (size < (beside or 0) or (beside is None and now < self.wake_at())):
             return None
+        if idle > capacity:
+            chosen, _ = self._choose(ceil(size * capacity / idle), now)
         return Batch(self._cut(chosen))
 
     def wake_at(self) -> float:

@@ -197,7 +197,8 @@ class Dispatcher:
             wanted_at = group.wants_next_at()
             if wanted_at <= now:
                 beside = sum(flight.size for flight in group.flights.values()) if group.flights else None
-                batch = served.batcher.take(group.capacity, now, beside, group.hello.group)
+                idle = sum(one.capacity for one in groups if one.wants_next_at() == 0.0)
+                batch = served.batcher.take(group.capacity, now, beside, group.hello.group, idle)
                 if batch is not None and self._send(group, batch):
                     continue
             else:

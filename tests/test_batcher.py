@@ -87,6 +87,21 @@ def test_an_idle_group_waits_for_max_wait_for_a_fuller_step_and_a_busy_one_does_
     assert batcher.wake_at() == NEVER
 
 
+def test_what_idle_groups_can_take_together_is_shared_out_by_what_each_holds() -> None:
+    batcher, jobs = queue(1, 9)
+    assert spans(batcher.take(8, 0, idle=24), jobs) == [(0, 0, 1), (1, 0, 3)]
+    assert spans(batcher.take(16, 0, idle=16), jobs) == [(1, 3, 9)]
+    batcher, jobs = queue(1)
+    assert spans(batcher.take(4, 0, idle=8), jobs) == [(0, 0, 1)]
+    assert batcher.take(4, 0, idle=4) is None
+    batcher, jobs = queue(100)
+    for start in (0, 4, 8):
+        assert spans(batcher.take(4, 0, idle=12), jobs) == [(0, start, start + 4)]
+    batcher, _ = queue(7, max_wait=0.5)
+    assert batcher.take(8, 0.4, idle=16) is None  # it waits for a fuller step as a whole
+    assert batcher.take(8, 0.5, idle=16).size == 4  # type: ignore[union-attr]
+
+
 def test_a_job_that_nobody_waits_for_is_dropped_and_not_run() -> None:
     batcher, jobs = queue(2, 2, 2, 2)
     jobs[0].live = jobs[2].live = False

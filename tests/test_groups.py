@@ -195,11 +195,16 @@ async def test_steps_go_to_whichever_group_is_free_and_the_answer_says_whose_ran
 
 
 @pytest.mark.anyio
-async def test_a_large_request_is_shared_by_the_groups(run_dir: Path) -> None:
+async def test_a_request_is_shared_by_the_idle_groups_whether_one_could_take_it_or_not(run_dir: Path) -> None:
     async with front_end(run_dir) as client:
         zero, one = FakeGroup(run_dir, "0"), FakeGroup(run_dir, "1")
         with groups(zero, one):
             await alive(client, "0", "1")
+            for n in range(2, 5):  # a canary makes its group busy for a moment
+                answers = [await ask(client, *range(n)) for _ in range(5)]
+                assert all([item for _, item in answer.json()["outputs"]] == list(range(n)) for answer in answers)
+                sizes = {answer.headers["x-phalanx-ranks"] for answer in answers}
+                assert sizes & {f"0*{n - n // 2},1/0*{n // 2}", f"1/0*{n - n // 2},0*{n // 2}"}, sizes
             outputs = (await ask(client, *range(40))).json()["outputs"]
             assert [item for _, item in outputs] == list(range(40))
             assert {group for group, _ in outputs} == {"0", "1"}

@@ -50,6 +50,7 @@ def main() -> None:
         with bench.serving("Heavy", 2) as one, two_groups("Heavy") as two:
             for name, clients, body, media in (
                 ("1 item, 16 clients, JSON", 16, as_json(rows(1, 512)), JSON),
+                ("64 items, 1 client, npy", 1, as_npy(rows(64, 512)), NPY),  # one step of a group of two
                 ("256 items, 1 client, npy", 1, as_npy(rows(256, 512)), NPY),
             ):
                 turns = [bench.wrk(f"{service.client.base_url}/infer", clients, body, media) for service in (one, two)]
