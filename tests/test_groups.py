@@ -251,7 +251,7 @@ async def test_poison_fells_each_group_once_and_then_one_alone_while_the_other_s
         born = list(living.values())
         with groups(*born):
             await alive(client, *living)
-            answer = asyncio.create_task(ask(client, 1, 2, "poison", 4))
+            answer = asyncio.create_task(ask(client, 1, 2, "poison", 4, 5, 6, 7))  # four for one, three for the other
             seen: list[tuple[float, str]] = []  # two may die between two looks
             while not answer.done():
                 for name, group in living.items():
@@ -265,7 +265,7 @@ async def test_poison_fells_each_group_once_and_then_one_alone_while_the_other_s
                 await asyncio.sleep(0.01)
             body = answer.result().json()
             assert [error["type"] for error in body["errors"]] == ["poison-item"]
-            assert [one and one[1] for one in body["outputs"]] == [1, 2, None, 4]
+            assert [one and one[1] for one in body["outputs"]] == [1, 2, None, 4, 5, 6, 7]
             deaths = [name for _, name in sorted(seen)]
             assert len(deaths) == 4  # as it was, as it was, halved, alone
             assert set(deaths[:2]) == {"0", "1"}

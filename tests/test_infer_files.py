@@ -264,7 +264,7 @@ def test_ctrl_c_says_how_to_go_on_and_a_terminal_sees_a_live_line(obedient: Serv
             shown += os.read(terminal, 65536)
         return shown.count(b"\r\x1b[K") >= 2
 
-    running = start(obedient, path, end, "--parameters", '{"sleep": 0.02}')
+    running = start(obedient, path, end, "--parameters", '{"sleep": 0.1}')
     try:
         os.close(end)
         until(live)
