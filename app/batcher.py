@@ -148,7 +148,7 @@ class Batcher:
         `beside` is the number of items in the step that is running, None when none is: a second step goes only when
         it is at least as large or full, so that steps do not degenerate into tiny ones. A job that does not fit is cut
         and goes to the back, so that a large one takes turns with the others. `idle` is the capacity of all groups
-        that run nothing, this one among them: what they can take together is shared out.
+        that run nothing, this one among them: they share what waits, except many small jobs, which are best together.
         """
         batch = self._take_returned(now, group)
         if batch is not None:
@@ -167,7 +167,8 @@ class Batcher:
         if size < capacity and (size < (beside or 0) or (beside is None and now < self.wake_at())):
             return None
         if idle > capacity:
-            chosen, _ = self._choose(ceil(size * capacity / idle), now)
+            share = ceil(size * capacity / idle)
+            chosen, _ = self._choose(share if share >= len(chosen) else capacity, now)
         return Batch(self._cut(chosen))
 
     def wake_at(self) -> float:

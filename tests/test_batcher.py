@@ -94,6 +94,9 @@ def test_what_idle_groups_can_take_together_is_shared_out_by_what_each_holds() -
     batcher, jobs = queue(1)
     assert spans(batcher.take(4, 0, idle=8), jobs) == [(0, 0, 1)]
     assert batcher.take(4, 0, idle=4) is None
+    batcher, jobs = queue(1, 1, 1, 1, 1)
+    assert spans(batcher.take(4, 0, idle=8), jobs) == [(0, 0, 1), (1, 0, 1), (2, 0, 1), (3, 0, 1)]
+    assert spans(batcher.take(4, 0, idle=4), jobs) == [(4, 0, 1)]
     batcher, jobs = queue(100)
     for start in (0, 4, 8):
         assert spans(batcher.take(4, 0, idle=12), jobs) == [(0, start, start + 4)]
