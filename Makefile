@@ -19,6 +19,7 @@ test: $(VENV)/.test ## the tests, under 8 minutes on 2 cores
 test-long: $(VENV)/.test ## every test, the long ones included
 	$(BIN)/python -m pytest -m "long or not long" --timeout 900
 	$(BIN)/python -m tests.bench.chaos --seconds 600
+	$(BIN)/python -m tests.bench.chaos --seconds 300 --groups 2 --ranks 1 --seed 2
 	$(BIN)/python tests/containers/run
 
 check: $(VENV)/.test ## ruff and mypy

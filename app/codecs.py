@@ -223,6 +223,21 @@ class Rows:
         return Place(self._block.ring, at + start * self._length, (stop - start) * self._length)
 
 
+class Columns(Rows):
+    """The rows of an array that lies in Fortran order: put together a step at a time, for all at once takes long."""
+
+    def __init__(self, array: np.ndarray, length: int, block: Block | None) -> None:
+        """`block` is what the array lies in, if it does."""
+        super().__init__(memoryview(b""), len(array), length, block, 0)
+        self._array = array
+
+    def slices(self, start: int, stop: int) -> Sequence[Buffer]:
+        return [self._array[start:stop].tobytes()]
+
+    def place(self, start: int, stop: int) -> Place | None:
+        return None
+
+
 def _cut_npy(body: Buffer, returns: Encoding, block: Block | None) -> Cut:
     head = io.BytesIO(body[: MAX_NPY_HEADER + 16])
     try:
@@ -247,9 +262,10 @@ def _cut_npy(body: Buffer, returns: Encoding, block: Block | None) -> Cut:
     if len(data) != shape[0] * length:
         raise MalformedBody(f"an npy array {dtype}{list(shape)} has {shape[0] * length} bytes, the body {len(data)}")
     if fortran and len(shape) > 1:
-        columns = np.frombuffer(data, dtype).reshape(shape, order="F")
-        data, block = memoryview(np.ascontiguousarray(columns).tobytes()), None
-    return Cut(Rows(data, shape[0], length, block, head.tell()), Form("npy", returns, b"", (dtype.str, shape[1:])))
+        rows: Rows = Columns(np.frombuffer(data, dtype).reshape(shape, order="F"), length, block)
+    else:
+        rows = Rows(data, shape[0], length, block, head.tell())
+    return Cut(rows, Form("npy", returns, b"", (dtype.str, shape[1:])))
 
 
 def frame(pieces: Sequence[tuple[Items, int, int]], encoding: str) -> tuple[Buffer, list[int]]:

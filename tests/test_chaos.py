@@ -1,4 +1,4 @@
-"""Twenty seconds of `tests.bench.chaos`; ten minutes of it belong to `make test-long`."""
+"""Ten seconds of `tests.bench.chaos`; ten minutes of it belong to `make test-long`."""
 
 from __future__ import annotations
 
