@@ -7,6 +7,7 @@ import json
 import os
 import re
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -308,6 +309,20 @@ def test_a_dead_epoch_keeps_its_reports_but_no_socket(launched: Launch) -> None:
     left = {path.name for path in launcher.epoch_dir(1).iterdir()}
     assert "rank-0.sock" not in left
     assert {"failed-0.json", "stacks-0.txt", "stacks-1.txt"} <= left
+
+
+def test_a_run_directory_that_is_removed_ends_the_launcher_with_the_reason(launched: Launch) -> None:
+    launcher = launched("")
+    pids = launcher.ready(1)
+    shutil.rmtree(launcher.run_dir)
+    os.kill(pids[0], signal.SIGKILL)
+    assert launcher.code() == RunDirectoryError.exit_code
+    assert gone(pids)
+    assert (
+        (log := launcher.log())
+        .splitlines()[-1]
+        .endswith(f"{launcher.run_dir} was removed, and no group can live without it")
+    ), log
 
 
 def test_what_the_ranks_leave_behind_is_reaped_while_they_run(launched: Launch) -> None:

@@ -197,7 +197,8 @@ class Launcher:
         """Start, watch and respawn the group, in the main thread, until a stop; returns the process's exit code.
 
         0 after a stop, 78 when the model cannot be loaded, 1 when the group does not become ready; the reason is
-        logged. Raises RunDirectoryError. When this returns, no process of the group is left.
+        logged. Raises RunDirectoryError, also where somebody removes the directory meanwhile. When this returns, no
+        process of the group is left.
         """
         rundir.prepare_run_dir(self._group.run_dir, self._group.group)
         try:
@@ -209,6 +210,10 @@ class Launcher:
         try:
             with self._signals(), closing(self._others()) as others, self._watching():
                 return self._keep(others)
+        except FileNotFoundError as error:
+            if self._group.run_dir.exists():
+                raise
+            raise RunDirectoryError(f"{self._group.run_dir} was removed, and no group can live without it") from error
         finally:
             self._spare.end()
             rundir.note_wait(self._group.run_dir, self._group.group, "")
