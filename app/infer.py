@@ -9,7 +9,7 @@ from operator import attrgetter
 from typing import Any
 from urllib.parse import parse_qs
 
-from app import codecs, crowd, lines, multipart
+from app import codecs, crowd, lines, multipart, outputs
 from app.batcher import Hold
 from app.dispatcher import Dispatcher
 from app.door import Receive, Send
@@ -102,10 +102,10 @@ def _write(request: Request, request_id: str, returns: Encoding, began: float) -
     if size and len(failures) + len(cut.broken) == size:
         return _all_failed(request, failures, request_id, headers)
     if returns == "npy" and not failures and not cut.broken:
-        body, media = codecs.join_npy(request.spans), codecs.MEDIA_TYPES["npy"]
+        body, media = outputs.join_npy(request.spans), codecs.MEDIA_TYPES["npy"]
         status = 200
     else:
-        body, media = codecs.join_json(request_id, request.spans, failures, returns, cut), codecs.MEDIA_TYPES["json"]
+        body, media = outputs.join_json(request_id, request.spans, failures, returns, cut), codecs.MEDIA_TYPES["json"]
         if failures and len(failures) + len(cut.broken) == size:  # the last came to light as they took the JSON form
             return _all_failed(request, failures, request_id, headers)
         status = 207 if failures or cut.broken else 200
@@ -115,15 +115,15 @@ def _write(request: Request, request_id: str, returns: Encoding, began: float) -
 
 def _all_failed(request: Request, failed: dict[int, PhalanxError], request_id: str, headers: Fields) -> Answer:
     """No item succeeded: 422 where every failure is the client's, else 500."""
-    failures = codecs.by_place(failed, request.cut)
+    failures = outputs.by_place(failed, request.cut)
     errors = list(failures.values())
     worst = next((error for error in errors if error.status != InvalidItem.status), errors[0])
     request.refused = worst.type
-    status, own, body = problem(worst, request_id, errors=codecs.listed(failures))
+    status, own, body = problem(worst, request_id, errors=outputs.listed(failures))
     return status, headers + own, body
 
 
-def _ranks(spans: Sequence[codecs.Span]) -> bytes:
+def _ranks(spans: Sequence[outputs.Span]) -> bytes:
     """Which rank had each item, in order: `0*32,1/0*32` is rank 0 of group 0, then that of group 1; `-` is none."""
     runs = [
         b"%s*%d" % (b"-" if rank is None else rank.encode(), sum(len(span.lengths) for span in run))

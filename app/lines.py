@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Iterator
 
 import orjson
 
-from app import codecs
+from app import outputs
 from app.steps import Request
 from workers.errors import PhalanxError, RequestError
 from workers.wire import Buffer
@@ -33,7 +33,7 @@ async def answer(request: Request, progress: asyncio.Event) -> AsyncIterator[byt
         lines: list[bytes] = []
         ready = {span.start: span for span in request.spans if span.lengths}
         while span := ready.pop(at, None):
-            for text in codecs.texts(span):
+            for text in outputs.texts(span):
                 lines += broken_before(index[at])
                 lines.append(_line(index[at], text, request.failures.get(at)))
                 at += 1
@@ -56,5 +56,5 @@ async def answer(request: Request, progress: asyncio.Event) -> AsyncIterator[byt
 
 def _line(index: int, output: Buffer | None, error: PhalanxError | None) -> bytes:
     if error is not None:
-        return orjson.dumps({"index": index, "error": codecs.describe(error)}) + b"\n"
+        return orjson.dumps({"index": index, "error": outputs.describe(error)}) + b"\n"
     return b'{"index":%d,"output":%s}\n' % (index, output)

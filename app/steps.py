@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from app import codecs
+from app import codecs, outputs
 from app.batcher import Batch, Job, Piece
-from app.codecs import Cut, Span
+from app.codecs import Cut
+from app.outputs import Span
 from app.sound import result_fault
 from workers import wire
 from workers.errors import InternalError, PhalanxError, RequestError, by_type
@@ -160,5 +161,5 @@ def rank_name(group: str, rank: int) -> str:
 def fail(pieces: Sequence[Piece], error: PhalanxError) -> None:
     """`error` for each of their items."""
     for piece in pieces:
-        span = codecs.null_span(piece.start, piece.size, request(piece).cut.form.returns)
+        span = outputs.null_span(piece.start, piece.size, request(piece).cut.form.returns)
         request(piece).settle(span, dict.fromkeys(range(piece.start, piece.stop), error))

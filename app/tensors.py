@@ -16,7 +16,8 @@ import msgspec
 import numpy as np
 import orjson
 
-from app.codecs import MAX_NPY_AXES, MAX_NPY_SIZE, Cut, Rows, Span
+from app.codecs import MAX_NPY_AXES, MAX_NPY_SIZE, Cut, Rows
+from app.outputs import Span
 from workers import wire
 from workers.arrays import is_shaped, numbers_in_turns, wide
 from workers.errors import MalformedBody, NonFiniteResult, TooLarge, UnencodableResult

@@ -1,4 +1,4 @@
-"""`app.codecs`: content types, cutting bodies, joining answers; whatever a client sends, a clear error or its items."""
+"""`app.codecs`, `app.outputs`: content types, cutting bodies, joining answers; whatever a client sends, a clear error or its items."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 
-from app import codecs
-from app.codecs import Cut, Span
+from app import codecs, outputs
+from app.codecs import Cut
+from app.outputs import Span
 from workers import wire
 from workers.errors import InvalidItem, MalformedBody, NonFiniteResult, NotAcceptable, PoisonItem, UnsupportedMediaType
 from workers.wire import Encoding, Form
@@ -421,10 +422,10 @@ def test_bodies_cut_into_any_pieces_over_any_ranks_join_to_the_same_items(data: 
 
     for k, found in enumerate(spans):
         if encoding == "json":
-            answer = json.loads(codecs.join_json(f"r{k}", found, {}, "json"))
+            answer = json.loads(outputs.join_json(f"r{k}", found, {}, "json"))
             assert answer == {"id": f"r{k}", "outputs": values[k]}
         else:
-            assert np.array_equal(np.load(io.BytesIO(codecs.join_npy(found))), arrays[k])
+            assert np.array_equal(np.load(io.BytesIO(outputs.join_npy(found))), arrays[k])
 
 
 def test_a_rank_without_items_gets_an_empty_frame() -> None:
@@ -450,8 +451,8 @@ def json_span(start: int, *texts: bytes) -> Span:
 
 def test_a_json_answer_holds_null_and_the_reason_where_an_item_failed() -> None:
     failures = {2: InvalidItem("not é"), 0: PoisonItem("dead")}
-    spans = [codecs.null_span(0, 1, "json"), json_span(1, b"[1]", b"null"), json_span(3, b'"x"')]
-    assert json.loads(codecs.join_json('id "1"', spans, failures, "json")) == {
+    spans = [outputs.null_span(0, 1, "json"), json_span(1, b"[1]", b"null"), json_span(3, b'"x"')]
+    assert json.loads(outputs.join_json('id "1"', spans, failures, "json")) == {
         "id": 'id "1"',
         "outputs": [None, [1], None, "x"],
         "errors": [
@@ -462,19 +463,19 @@ def test_a_json_answer_holds_null_and_the_reason_where_an_item_failed() -> None:
 
 
 def test_an_answer_without_items_is_an_empty_one() -> None:
-    assert codecs.join_json("a", [], {}, "json") == codecs.join_json("a", [], {}, "npy") == b'{"id":"a","outputs":[]}'
-    empty = np.load(io.BytesIO(codecs.join_npy([])))
+    assert outputs.join_json("a", [], {}, "json") == outputs.join_json("a", [], {}, "npy") == b'{"id":"a","outputs":[]}'
+    empty = np.load(io.BytesIO(outputs.join_npy([])))
     assert (empty.shape, empty.dtype) == ((0,), np.float32)
 
 
 def test_an_npy_answer_with_holes_takes_the_json_form() -> None:
     spans = [
         span(0, np.array([1.5, 0.1], "f4"), None),
-        codecs.null_span(2, 2, "npy"),
+        outputs.null_span(2, 2, "npy"),
         span(4, np.array(7, ">i2"), np.array([[True]]), np.zeros((2, 0)), np.array([1.5], ">f8"), np.float16(2)),
     ]
     failures = {i: InvalidItem("no") for i in (1, 2, 3)}
-    answer = json.loads(codecs.join_json("a", spans, failures, "npy"))
+    answer = json.loads(outputs.join_json("a", spans, failures, "npy"))
     assert answer["outputs"] == [[1.5, 0.1], None, None, None, 7, [[True]], [[], []], [1.5], 2]
     assert [error["index"] for error in answer["errors"]] == [1, 2, 3]
 
@@ -482,13 +483,13 @@ def test_an_npy_answer_with_holes_takes_the_json_form() -> None:
 def test_rows_that_share_one_form_are_told_apart_in_the_json_form() -> None:
     rows = np.arange(6, dtype="<i4").reshape(3, 2)
     shared = Span(1, [8, 8, 8], memoryview(rows.tobytes()), [("<i4", (2,))])
-    answer = json.loads(codecs.join_json("a", [span(0, None), shared], {0: InvalidItem("no")}, "npy"))
+    answer = json.loads(outputs.join_json("a", [span(0, None), shared], {0: InvalidItem("no")}, "npy"))
     assert answer["outputs"] == [None, [0, 1], [2, 3], [4, 5]]
 
 
 def test_nan_in_an_npy_result_that_must_take_the_json_form_is_that_items_failure() -> None:
     failures: dict[int, Any] = {0: InvalidItem("no")}
-    answer = json.loads(codecs.join_json("a", [span(0, None, [1.0, NAN], [2.0, 3.0], math.inf)], failures, "npy"))
+    answer = json.loads(outputs.join_json("a", [span(0, None, [1.0, NAN], [2.0, 3.0], math.inf)], failures, "npy"))
     assert answer["outputs"] == [None, None, [2, 3], None]
     assert [error["index"] for error in answer["errors"]] == [0, 1, 3]
     assert isinstance(failures[1], NonFiniteResult)  # told to the caller too, who counts them
@@ -498,19 +499,19 @@ def test_nan_in_an_npy_result_that_must_take_the_json_form_is_that_items_failure
 def test_rows_of_unequal_form_make_no_npy_answer() -> None:
     for other in (np.array([1.0, 2]), np.array([1], "f4"), np.array([[1, 2]], "f4"), np.array([1, 2], ">f4")):
         with pytest.raises(NotAcceptable, match="unequal") as caught:
-            codecs.join_npy([span(0, np.array([1, 2], "<f4")), span(1, other)])
+            outputs.join_npy([span(0, np.array([1, 2], "<f4")), span(1, other)])
         assert "float32[2]" in caught.value.detail
 
 
 def test_an_npy_answer_is_an_array_as_numpy_writes_it() -> None:
     array = np.array([[1.5, NAN], [math.inf, -0.0]], ">f8")
     whole = Span(0, [16, 16], memoryview(array.tobytes()), [(">f8", (2,))])
-    assert codecs.join_npy([whole]) == npy(array, (1, 0))
-    rows = codecs.join_npy([span(0, array[0]), span(1, array[1])])
+    assert outputs.join_npy([whole]) == npy(array, (1, 0))
+    rows = outputs.join_npy([span(0, array[0]), span(1, array[1])])
     assert rows == npy(array, (1, 0))
 
 
 @pytest.mark.parametrize("row", [(), (0,), (3,), (2, 0, 3)])
 def test_rows_without_numbers_are_counted_in_an_npy_answer(row: tuple[int, ...]) -> None:
-    loaded = np.load(io.BytesIO(codecs.join_npy([span(0, *[np.zeros(row)] * 5)])))
+    loaded = np.load(io.BytesIO(outputs.join_npy([span(0, *[np.zeros(row)] * 5)])))
     assert loaded.shape == (5, *row)
