@@ -1,4 +1,4 @@
-"""`app.codecs`, `app.outputs`: content types, cutting bodies, joining answers; whatever a client sends, a clear error or its items."""
+"""`app.codecs` and `app.outputs`: whatever a client sends, a clear error or its items; and answers, joined in order."""
 
 from __future__ import annotations
 
