@@ -337,6 +337,7 @@ class Dispatcher:
         ]
         for group in gone:
             group.missing = True
+            self.metrics.group_changed(group.hello.group, group.hello.world, up=False)
             self._fencing.note_in_flight(group.peer, group.hello, self._ids(group))
             self._loop.call_later(MISSING, self._give_up, group)
         for group in gone:

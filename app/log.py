@@ -10,6 +10,7 @@ import sys
 import time
 from contextlib import suppress
 from typing import NamedTuple, TextIO
+from urllib.parse import quote
 
 import orjson
 
@@ -24,7 +25,7 @@ class Entry(NamedTuple):
     """What one request came to."""
 
     request_id: str
-    path: str
+    path: str  # as clients meant it, without escapes
     status: int
     error: str | None  # type of the error that was the answer to all of it
     bytes_in: int
@@ -67,7 +68,7 @@ def _members(entry: Entry) -> dict[str, object]:
         "time": now.isoformat(timespec="milliseconds"),
         "message": "request",
         "request_id": entry.request_id,
-        "path": entry.path,
+        "path": entry.path if entry.path.isascii() and entry.path.isprintable() else quote(entry.path),
         "status": entry.status,
     }
     if entry.error is not None:

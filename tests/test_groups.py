@@ -230,6 +230,7 @@ async def test_what_a_group_held_runs_on_the_other_one_at_once_and_the_lost_one_
             answers = [(await answer).json()["outputs"] for answer in held]
             assert answers == [[["1", n]] for n in range(8)]
             assert set((await client.get("/info")).json()["groups"]) == {"0", "1"}  # it could still have come back
+            assert await shown_up(client) == {'{group="0",rank="0"}': "0.0", '{group="1",rank="0"}': "1.0"}
             await alive(client, "1")
             assert (await client.get("/readyz")).status_code == 200
             told = (await client.get("/info")).json()

@@ -63,6 +63,9 @@ def test_a_refused_request_is_a_line_with_its_error(obedient: Service) -> None:
     found = line(obedient, "none succeeded")
     assert (found["status"], found["error"], found["failed"]) == (500, "model-error", 1)
     assert obedient.metric('phalanx_rejected_requests_total{reason="model-error"}') == before + 1
+    headers = {"x-request-id": "forged"}  # U+2028, for some readers the end of a line
+    obedient.client.post("/v2/models/%E2%80%A8%7B%7D%0A%1B/infer", content=b"{}", headers=headers)
+    assert line(obedient, "forged")["path"] == "/v2/models/%E2%80%A8%7B%7D%0A%1B/infer"
     headers = {"x-request-id": "streamed", "accept": "application/x-ndjson"}
     obedient.client.post("/infer", json={"inputs": [1, 2]}, headers=headers)
     assert line(obedient, "streamed")["items"] == 2
@@ -90,7 +93,7 @@ def test_a_terminal_gets_words() -> None:
     assert first.endswith(
         f" request_id=r1 path=/infer status=503 error=draining total_ms=250.0 bytes_in=3 bytes_out=4 trace_id={TRACE}"
     )
-    assert r' request_id="r3 status=200" path="/v2/\u001b]0;x\n2026" status=404 ' in forged
+    assert ' request_id="r3 status=200" path=/v2/%1B%5D0%3Bx%0A2026 status=404 ' in forged
     assert " request_id=r2 " in second
 
 
