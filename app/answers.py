@@ -25,6 +25,7 @@ from workers.errors import (
 
 Came: TypeAlias = httpx.Response | httpx.TransportError | httpx.DecodingError
 URN = "urn:phalanx:error:"
+DTYPE = "x-phalanx-dtype"  # of results that are rows of arrays, and come as JSON since others failed
 
 
 class ItemsFailed(RequestError):
@@ -86,7 +87,8 @@ def outcomes(came: Came, count: int, *, arrays: bool) -> Outcomes:
             answer = msgspec.json.decode(came.content, type=_Outputs)
             errors, outputs = _item_errors(answer.errors), answer.outputs
             if arrays:  # and these are rows of arrays, but that one of them failed
-                outputs = [None if i in errors else np.asarray(output) for i, output in enumerate(outputs)]
+                dtype = came.headers.get(DTYPE)
+                outputs = [None if i in errors else np.asarray(output, dtype) for i, output in enumerate(outputs)]
             outcomes = Outcomes(outputs, errors)
         else:
             problem = msgspec.json.decode(came.content, type=_Problem)

@@ -109,6 +109,8 @@ def _write(request: Request, request_id: str, returns: Encoding, began: float) -
         if failures and len(failures) + len(cut.broken) == size:  # the last came to light as they took the JSON form
             return _all_failed(request, failures, request_id, headers)
         status = 207 if failures or cut.broken else 200
+        if returns == "npy" and (dtype := outputs.common_dtype(request.spans)):
+            headers.append((b"x-phalanx-dtype", dtype.encode()))
     headers += [(b"content-type", media.encode()), (b"content-length", b"%d" % len(body))]
     return status, headers, body
 
@@ -175,6 +177,10 @@ _HEADERS = {
         "description": "The rank that had each item, in order: here rank 0 the first 32 and rank 1 the next 32. "
         "`1/0` is rank 0 of group 1, and without a group it is of group 0. "
         f"`-` stands for none; after {RUNS} runs `...` stands for the rest",
+    },
+    "X-Phalanx-Dtype": {
+        "schema": {"type": "string", "example": "<f4"},
+        "description": "Of results that would be an npy array, and are JSON since others failed: their dtype",
     },
     "Server-Timing": {
         "schema": {"type": "string", "example": "queue;dur=0.1, forward;dur=2.1, collect;dur=0.4, total;dur=3.2"},

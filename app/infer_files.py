@@ -166,6 +166,8 @@ def _key(path: Path | None) -> str | None:
 
 
 def _output(wanted: Run, sources: list[Source]) -> Path:
+    if wanted.output == Path("-"):
+        raise SettingsError("-o - is no file: results go to one, so that --resume can go on with it")
     first = wanted.files[0].resolve()
     output = wanted.output or wanted.files[0].parent / f"{first.name if first.is_dir() else first.stem}.results.jsonl"
     if output.suffix == ".npy" and any(one.path.suffix != ".npy" for one in sources):

@@ -85,6 +85,12 @@ def join_npy(spans: Sequence[Span]) -> bytes:
     return b"".join([head.getvalue(), *(span.frame for span in spans)])
 
 
+def common_dtype(spans: Sequence[Span]) -> str | None:
+    """Of all npy results, which JSON does not tell; None where they have several, or none."""
+    dtypes = {dtype for span in spans if span.lengths for dtype, _ in span.rows} - {""}
+    return dtypes.pop() if len(dtypes) == 1 else None
+
+
 def describe(error: PhalanxError) -> dict[str, object]:
     """One item's error, as answers have it."""
     # A detail may quote what a client sent, lone surrogates included, which UTF-8 does not have.

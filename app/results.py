@@ -105,7 +105,7 @@ class Results:
 
 
 class ArrayResults(Results):
-    """An .npy file of a row an item; NaN, or zeros where there is no NaN, where an item failed.
+    """An .npy file of a row an item, of the first one's dtype; NaN, or zeros if that has none, where an item failed.
 
     Its header speaks of all items from the first result on, so that it is a whole npy file when the run is done.
     """
@@ -140,7 +140,12 @@ class ArrayResults(Results):
             return self._begin(row) + row.tobytes()
         if row.shape != self._form.shape:
             raise UnencodableResult(f"the result has shape {list(row.shape)}, others {list(self._form.shape)}")
-        return row.astype(self._form.dtype).tobytes()
+        with np.errstate(invalid="ignore"):
+            cast = row.astype(self._form.dtype)
+            if not np.array_equal(cast.astype(row.dtype), row, equal_nan=row.dtype.kind == "f"):
+                what = f"the result is {row.dtype}, the first ones {self._form.dtype}, which cannot hold it"
+                raise UnencodableResult(f"{what}; -o a .jsonl file can")
+        return cast.tobytes()
 
     def _hole(self, head: dict[str, Any]) -> bytes:
         if self._form is None:

@@ -164,6 +164,7 @@ def test_what_is_there_is_not_written_over(obedient: Service, tmp_path: Path, ca
         (["cat.png"], "cat.png is no .jsonl, no .npy and no folder"),
         (["text.npy"], "text.npy is no npy file"),
         (["words.npy"], "no array of numeric items"),
+        (["items.jsonl", "-o", "-"], "-o - is no file"),
         (["items.jsonl", "-o", "out.npy"], "only of .npy inputs results are .npy"),
         (["items.jsonl", "-o", "none/out.jsonl"], "none is no folder"),
         (["items.jsonl", "--parameters", "[1]"], "expected a JSON object"),
@@ -320,6 +321,49 @@ def test_an_array_of_results_goes_on_from_any_byte(tmp_path: Path, torn: int) ->
     assert array.dtype == np.float32
     assert np.array_equal(array, np.float32([[np.nan] * 2, [1, 2], [np.nan] * 2, [np.nan] * 2, [5, 6]]), equal_nan=True)
     assert [line["index"] for line in lines(tmp_path / "out.npy.errors.jsonl")] == [0, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "fits"),
+    [
+        (np.int64(0), np.float64(0.375), False),
+        (np.int64(0), np.float64(np.nan), False),
+        (np.int64(0), np.float64(2), True),
+        (np.bool_(True), np.int64(2), False),
+        (np.uint8(1), np.int64(-1), False),
+        (np.float32(1), np.float64(0.1), False),
+        (np.float64(1), np.int64(2**53 + 1), False),
+        (np.float64(1), np.float32(0.1), True),
+        (np.float32(1), np.float64(np.nan), True),
+    ],
+)
+def test_a_result_that_the_array_cannot_hold_fails_and_is_not_bent(
+    first: np.generic, second: np.generic, fits: bool, tmp_path: Path
+) -> None:
+    out = tmp_path / "out.npy"
+    with opened(out, {}, 2, resume=False, force=False) as results:
+        for outcome in (first, second):
+            results.write(None, outcome)
+        results.finish()
+        assert results.failed == (not fits)
+    array = np.load(out)
+    assert array.dtype == first.dtype
+    if fits:
+        assert np.array_equal(array[1], second, equal_nan=True)
+    else:
+        [failure] = lines(tmp_path / "out.npy.errors.jsonl")
+        assert (failure["index"], failure["type"]) == (1, "unencodable-result")
+        assert f"the result is {second.dtype}, the first ones {first.dtype}" in failure["detail"]
+
+
+def test_a_failure_does_not_change_the_kind_of_the_others_numbers(double: Service, tmp_path: Path) -> None:
+    rows = np.random.default_rng(0).normal(size=(5, 3)).astype(np.float32)
+    rows[3, 1] = np.nan
+    np.save(tmp_path / "a.npy", rows)
+    assert infer(double, tmp_path / "a.npy", "-o", tmp_path / "out.npy") == 1
+    array = np.load(tmp_path / "out.npy")
+    assert array.dtype == np.float32
+    assert np.array_equal(array, 2 * np.where(np.arange(5)[:, None] == 3, np.nan, rows), equal_nan=True)
 
 
 def test_an_array_of_failures_alone_is_still_an_array(tmp_path: Path) -> None:
