@@ -210,15 +210,23 @@ class Rows:
 
 
 class Columns(Rows):
-    """The rows of an array that lies in Fortran order: put together a step at a time, for all at once takes long."""
+    """The rows of an array that lies in Fortran order: each slice of them is a copy, which may take long."""
 
     def __init__(self, array: np.ndarray, length: int, block: Block | None) -> None:
         """`block` is what the array lies in, if it does."""
         super().__init__(memoryview(b""), len(array), length, block, 0)
         self._array = array
 
+    def in_rows(self) -> Rows:
+        """One copy of them all; the GIL is free meanwhile."""
+        return Rows(self._copy(self._array), self._count, self._length, None, 0)
+
     def slices(self, start: int, stop: int) -> Sequence[Buffer]:
-        return [self._array[start:stop].tobytes()]
+        return [self._copy(self._array[start:stop])]
+
+    @staticmethod
+    def _copy(array: np.ndarray) -> memoryview:
+        return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
     def place(self, start: int, stop: int) -> Place | None:
         return None

@@ -39,6 +39,7 @@ class Connection(HttpToolsProtocol):
         self._head: int | None = 0  # bytes of the head that is not complete yet; None after it
         self._beyond = 0  # bytes since the last one of a body: chunk sizes, trailers
         self._whole = False  # the latest request has come with all of its body
+        self._in_head = False  # what comes as a header is one, and no trailer
         self._behind = False  # the latest head began in the same piece as the request before it ended, uncounted
         self._refused = False
         self._replay = False  # the parser is fed a head that is not the client's
@@ -109,10 +110,15 @@ class Connection(HttpToolsProtocol):
             self._replay = False
 
     def on_message_begin(self) -> None:
-        self._behind = self._head is None
+        self._behind, self._in_head = self._head is None, True
         super().on_message_begin()
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_head:  # else it is a trailer, which nobody asked for and which must not pass for a header
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
+        self._in_head = False
         if self._replay:
             return
         # The count includes what came in the same piece behind the head, and misses what came of it behind another.

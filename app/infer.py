@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, MutableMapping, Sequence
+from dataclasses import replace
 from itertools import groupby, islice
 from operator import attrgetter
 from typing import Any
@@ -43,18 +44,23 @@ class Infer:
         returns: Encoding = "npy" if wanted == "npy" else "json"
         deadline = self._intake.deadline(began, headers)
         body, block = await self._intake.body(scope, headers, receive, hold, ring=media == "npy")
+        aside, size = self._intake.aside, len(body)
         if media == "multipart":
-            cut = await self._intake.aside(body, multipart.cut, bytes(body), content_type, returns, self._max_items)
+            cut = await aside(size, multipart.cut, bytes(body), content_type, returns, self._max_items)
         elif media == "ndjson":
-            cut = await self._intake.aside(body, codecs.cut_lines, bytes(body), returns, self._max_items)
+            cut = await aside(size, codecs.cut_lines, bytes(body), returns, self._max_items)
         else:
             if media == "json" and crowd.may_be_crowded(body):
-                await self._intake.aside(body, crowd.check, body, self._max_items)
+                await aside(size, crowd.check, body, self._max_items)
             cut = codecs.cut(body, media, returns, block)
+            if isinstance(cut.items, codecs.Columns):
+                cut = replace(cut, items=await aside(size, cut.items.in_rows))
         if wanted == "ndjson":
             return await self._stream(scope, cut, model, hold, deadline)
         request = await self._intake.results(scope, cut, model, hold, deadline)
-        return _write(request, scope["state"]["request_id"], returns, began)
+        # rows of arrays become text where some failed; all else is joined as it is
+        size = sum(span.frame.nbytes for span in request.spans) if returns == "npy" and _failed(request) else 0
+        return await aside(size, _write, request, scope["state"]["request_id"], returns, began)
 
     async def _stream(
         self, scope: MutableMapping[str, Any], cut: codecs.Cut, model: str | None, hold: Hold, deadline: float
@@ -92,6 +98,10 @@ def _model(query: bytes) -> str | None:
     return next(iter(names), None)
 
 
+def _failed(request: Request) -> bool:
+    return bool(request.failures or request.cut.broken)
+
+
 def _write(request: Request, request_id: str, returns: Encoding, began: float) -> Answer:
     headers: Fields = [(b"server-timing", timing(request, began))]
     cut = request.cut
@@ -101,7 +111,7 @@ def _write(request: Request, request_id: str, returns: Encoding, began: float) -
     failures = dict(request.failures)
     if size and len(failures) + len(cut.broken) == size:
         return _all_failed(request, failures, request_id, headers)
-    if returns == "npy" and not failures and not cut.broken:
+    if returns == "npy" and not _failed(request):
         body, media = outputs.join_npy(request.spans), codecs.MEDIA_TYPES["npy"]
         status = 200
     else:

@@ -104,7 +104,7 @@ class Intake:
                 fields = [*fields, (b"traceparent", trace.traceparent)]
             if isinstance(body, bytes):
                 if len(body) >= SMALL and self._compresses(scope["headers"], len(body)):
-                    body = await self.aside(body, _gzip, body)
+                    body = await self.aside(len(body), _gzip, body)
                     fields = [field for field in fields if field[0] != b"content-length"]
                     fields += [(b"content-length", b"%d" % len(body)), (b"content-encoding", b"gzip")]
                     fields.append((b"vary", b"Accept-Encoding"))
@@ -181,9 +181,9 @@ class Intake:
             body = await self._pieces(receive, hold, announced)
         return (await self._expand(body, hold) if compressed else body), block
 
-    async def aside(self, body: Buffer, work: Callable[..., T], *given: Any) -> T:
-        """`work(*given)`, which takes long where the body is long: then in a thread."""
-        return work(*given) if len(body) < LONG else await asyncio.to_thread(work, *given)
+    async def aside(self, size: int, work: Callable[..., T], *given: Any) -> T:
+        """`work(*given)`, which takes long where it is on many bytes: then in a thread."""
+        return work(*given) if size < LONG else await asyncio.to_thread(work, *given)
 
     async def results(self, scope: Scope, cut: Cut, model: str | None, hold: Hold, deadline: float) -> Request:
         """The request, answered. Raises the RequestError that is the answer to all of it."""
@@ -244,7 +244,7 @@ class Intake:
                 return b"".join(chunks) if len(chunks) != 1 else chunks[0]
 
     async def _expand(self, body: Buffer, hold: Hold) -> bytes:
-        expanded = await self.aside(body, _expanded, memoryview(body), self._settings.max_body_bytes)
+        expanded = await self.aside(len(body), _expanded, memoryview(body), self._settings.max_body_bytes)
         hold.take_bytes(len(expanded))
         return expanded
 

@@ -82,14 +82,16 @@ class V2:
         json_size = _json_size(headers)
         deadline = self._intake.deadline(began, headers)
         body, block = await self._intake.body(scope, headers, receive, hold, ring=json_size is not None)
-        asked = await self._intake.aside(body, tensors.read, body, json_size, self._max_items, block)
+        asked = await self._intake.aside(len(body), tensors.read, body, json_size, self._max_items, block)
         hold.take_bytes(asked.made)
         deadline = min(deadline, began + asked.timeout)
         request, output = await self._run(
             model, asked.cut, lambda cut: self._intake.results(scope, cut, name, hold, deadline)
         )
         members = {"model_name": name, "model_version": VERSION} | ({} if asked.id is None else {"id": asked.id})
-        text, json_size = tensors.write(members, output, asked.binary)
+        text, json_size = await self._intake.aside(
+            sum(map(len, output.pieces)), tensors.write, members, output, asked.binary
+        )
         media = b"application/json" if json_size is None else b"application/octet-stream"
         fields: Fields = [(b"content-type", media), (b"content-length", b"%d" % len(text))]
         fields.append((b"server-timing", timing(request, began)))

@@ -142,6 +142,33 @@ def test_many_small_chunks_with_a_small_trailer_are_no_large_head(usual: Connect
     assert answer(client).endswith(b"\r\n\r\n50000")
 
 
+@pytest.mark.parametrize("upgrade", [b"", b"connection: Upgrade\r\nupgrade: h2c\r\n"])
+def test_a_trailer_never_passes_for_a_header_however_it_comes(upgrade: bytes) -> None:
+    async def headers(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan":
+            return await hello(scope, receive, send)
+        while (await receive())["more_body"]:
+            pass
+        body = b"|".join(name for name, _ in scope["headers"]) + b"#"
+        fields = [(b"content-length", b"%d" % len(body))]
+        await send({"type": "http.response.start", "status": 200, "headers": fields})
+        return await send({"type": "http.response.body", "body": body})
+
+    head = b"POST / HTTP/1.1\r\n%sx-one: 1\r\ntransfer-encoding: chunked\r\n\r\n" % upgrade
+    rest = b"1\r\nx\r\n0\r\nx-api-key: secret\r\nexpect: 100-continue\r\n\r\n"
+    with serving(headers) as connect:
+        client = connect()
+        for pieces in ([head + rest], [head, rest], [head + rest[:8], rest[8:]], [head + rest + head + rest]):
+            for piece in pieces:
+                client.sendall(piece)
+            count = b"".join(pieces).count(b"POST")
+            got = b""
+            while got.count(b"#") < count:
+                got += client.recv(65536)
+            assert got.count(b"x-one|transfer-encoding#") == count
+            assert b"x-api-key" not in got
+
+
 def test_a_large_body_in_the_same_piece_as_its_head_is_no_large_head(usual: Connect) -> None:
     client = usual()
     client.sendall(b"POST / HTTP/1.1\r\ncontent-length: 200000\r\nconnection: close\r\n\r\n" + bytes(200_000))
