@@ -109,7 +109,9 @@ def _serve(settings: Settings) -> int:
         # The front end first, so that it drains while there are ranks; they then leave with nothing in hand.
         for child in (front_end, workers):
             _stop(child, settings.drain_timeout + STOP_GRACE)
-    if not launch.remove_run_dir(run_dir):  # with the lock still held: the next service must not come in between
+    if not launch.remove_run_dir(
+        run_dir, but="serve.lock"
+    ):  # with the lock still held: the next service must not come in between
         log.info("%s stays: another group lives in it", run_dir)
     os.close(lock)
     return 0 if first is None else first.returncode or 1
@@ -132,7 +134,10 @@ def _app(settings: Settings, beside: str | None = None) -> int:
 
 
 def _workers(settings: Settings) -> int:
-    return launch.Launcher(_group(settings)).run()
+    code = launch.Launcher(_group(settings)).run()
+    if code == 0 and (settings.queue is not None or settings.node_rank):  # else the front end is here, or will be
+        launch.remove_run_dir(settings.run_directory)
+    return code
 
 
 def _status(settings: Settings) -> int:

@@ -206,6 +206,8 @@ def _model(service: Service) -> Iterator[Finding]:
         if check.death is not None or printed is None:
             check.show()
             remedy = f"mend the model (phalanx check {group.model})"
+            if (missing := re.search(r"No module named '(\w+)", check.text)) is not None:
+                remedy = f"install the package that has {missing[1]} into {sys.prefix}, or mend the import"
             if check.late:
                 remedy = "mend what it waits for, or give it more time (PHALANX_START_TIMEOUT)"
             yield Finding("fail", "model", check.text, remedy)

@@ -84,6 +84,12 @@ class Lost:
                 ends[group] = Ended(group, told.epoch, told.text, told.kind, told.at, model)
         return ends | self._refused
 
+    def last_death(self) -> str:
+        """Why the latest group died, "" for none; one that left or was refused did not."""
+        died = [(told.at, told.text) for told in self._deaths().values()]
+        died += [(end.at, end.why) for end in self.all().values() if end.kind not in ("left", "refused")]
+        return max(died)[1] if died else ""
+
     def last(self, model: str | None = None, living: Container[str] = ()) -> str:
         """Why the latest did, "" for none: of those that may have served `model`, and that do not live again."""
         ends = [

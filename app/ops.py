@@ -57,7 +57,7 @@ def routes(settings: Settings, dispatcher: Dispatcher, metrics: Metrics) -> APIR
                 if end.group not in dispatcher.groups and end.kind != "left"
             },
             "restarts": dispatcher.restarts,
-            "last_death": dispatcher.lost.last() or None,
+            "last_death": dispatcher.lost.last_death() or None,
             "limits": {
                 name: getattr(settings, name)
                 for name in ("max_items", "max_body_bytes", "queue_items", "queue_bytes", "request_timeout")

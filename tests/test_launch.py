@@ -471,6 +471,20 @@ def test_a_path_too_long_for_a_socket_is_refused_with_the_number_of_bytes(tmp_pa
         launch.prepare_run_dir(tmp_path / ("x" * (room + 2)))
 
 
+def test_a_run_directory_goes_with_the_last_who_lives_in_it(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    rundir.prepare_run_dir(run_dir)
+    own = rundir.claim(run_dir / "serve.lock")
+    for name in ("lock", "launch-1.lock"):  # a front end, another group
+        other = rundir.claim(run_dir / name)
+        assert not rundir.remove_run_dir(run_dir, but="serve.lock")
+        os.close(other)
+    assert not rundir.remove_run_dir(run_dir)
+    assert rundir.remove_run_dir(run_dir, but="serve.lock")
+    assert not run_dir.exists()
+    os.close(own)
+
+
 def test_the_epoch_counter_never_goes_back(tmp_path: Path) -> None:
     assert rundir.next_epoch(tmp_path, "a") == 1
     rundir.open_epoch(tmp_path, "a", 1)

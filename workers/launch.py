@@ -204,7 +204,10 @@ class Launcher:
         try:
             lock = rundir.claim(self._group.run_dir / f"launch-{self._group.group}.lock")
         except RunDirectoryError as error:
-            which = f"group {self._group.group} has a launcher already; PHALANX_GROUP (--group) gives another a name"
+            remedy = "PHALANX_GROUP (--group) gives another a name"
+            if self._group.hosts is not None:
+                remedy = "another node of it on this host wants a run directory of its own (--run-dir)"
+            which = f"group {self._group.group} has a launcher already; {remedy}"
             raise RunDirectoryError(f"{which}: {error}") from error
         lifeline.adopt_orphans()
         try:

@@ -207,9 +207,9 @@ def waits(run_dir: Path) -> dict[str, str]:
     return found
 
 
-def remove_run_dir(run_dir: Path) -> bool:
-    """Remove all of it, unless some group's launcher still lives in it; whether it is gone."""
-    for path in run_dir.glob("launch-*.lock"):
+def remove_run_dir(run_dir: Path, but: str = "") -> bool:
+    """Remove all of it, unless somebody still lives in it; whether it is gone. `but` is a lock of the caller's own."""
+    for path in {*run_dir.glob("*lock")} - {run_dir / but}:
         try:
             os.close(claim(path))
         except RunDirectoryError:
