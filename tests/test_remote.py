@@ -146,9 +146,10 @@ async def test_two_hosts_with_one_name_for_their_groups_are_told_apart_and_the_s
 ) -> None:
     port = free_port()
     async with front_end(run_dir, queue_listen=f"127.0.0.1:{port}", cluster_key_file=key) as client:
-        first, second = Remote(port, key, "1"), Remote(port, key, "1", token="f" * 16)
+        first = Remote(port, key, "1")
         with groups(first):
             await alive(client, "1")
+            second = Remote(port, key, "1", token="f" * 16)
             with groups(second):
 
                 async def refused() -> bool:
