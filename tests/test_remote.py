@@ -91,9 +91,10 @@ async def test_groups_here_and_elsewhere_share_the_steps_and_long_bodies_reach_b
 async def test_a_fence_waits_for_its_launcher_and_a_death_is_told_in_its_words(run_dir: Path, key: Path) -> None:  # noqa: F811
     port = free_port()
     async with front_end(run_dir, queue_listen=f"127.0.0.1:{port}", cluster_key_file=key) as client:
-        here, other = FakeGroup(run_dir, "0", model=info("A")), Remote(port, key, "1", 7, info("B"))
+        here = FakeGroup(run_dir, "0", model=info("A"))
+        await alive(client, "0")
+        other = Remote(port, key, "1", 7, info("B"))
         with groups(here, other):
-            await alive(client, "0")
 
             async def refused() -> bool:
                 return "1" in (await client.get("/info")).json()["lost"]
