@@ -109,9 +109,8 @@ def _serve(settings: Settings) -> int:
         # The front end first, so that it drains while there are ranks; they then leave with nothing in hand.
         for child in (front_end, workers):
             _stop(child, settings.drain_timeout + STOP_GRACE)
-    if not launch.remove_run_dir(
-        run_dir, but="serve.lock"
-    ):  # with the lock still held: the next service must not come in between
+    # with the lock still held: the next service must not come in between
+    if not launch.remove_run_dir(run_dir, but="serve.lock"):
         log.info("%s stays: another group lives in it", run_dir)
     os.close(lock)
     return 0 if first is None else first.returncode or 1

@@ -219,14 +219,13 @@ class Columns(Rows):
 
     def in_rows(self) -> Rows:
         """One copy of them all; the GIL is free meanwhile."""
-        return Rows(self._copy(self._array), self._count, self._length, None, 0)
+        return Rows(self._copied(0, self._count), self._count, self._length, None, 0)
 
     def slices(self, start: int, stop: int) -> Sequence[Buffer]:
-        return [self._copy(self._array[start:stop])]
+        return [self._copied(start, stop)]
 
-    @staticmethod
-    def _copy(array: np.ndarray) -> memoryview:
-        return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+    def _copied(self, start: int, stop: int) -> memoryview:
+        return np.ascontiguousarray(self._array[start:stop]).reshape(-1).view(np.uint8).data
 
     def place(self, start: int, stop: int) -> Place | None:
         return None

@@ -87,8 +87,8 @@ class Lost:
     def last_death(self) -> str:
         """Why the latest group died, "" for none; one that left or was refused did not."""
         died = [(told.at, told.text) for told in self._deaths().values()]
-        died += [(end.at, end.why) for end in self.all().values() if end.kind not in ("left", "refused")]
-        return max(died)[1] if died else ""
+        died += [(seen.at, seen.why) for seen in self.all().values() if seen.kind == "unknown"]
+        return max(died, default=(0.0, ""))[1]
 
     def last(self, model: str | None = None, living: Container[str] = ()) -> str:
         """Why the latest did, "" for none: of those that may have served `model`, and that do not live again."""
